@@ -1,0 +1,341 @@
+"""The bundle: what training hands to the server, as files on disk.
+
+    <bundle>/manifest.json  tokenizer.json  calibration.json  README.md  graphs/<precision>/segment_<n>.onnx
+
+A bundle is written to a temporary folder beside its target and renamed, so a half-written one is never visible.
+Loading checks the format version, the schema and every sha256; nothing in a bundle is unpickled. Whether a graph's
+inputs and outputs are those of the manifest is checked by whoever opens it, with :func:`segment_io`.
+"""
+
+import hashlib
+import json
+import os
+import shutil
+import tempfile
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, Literal, Self, TypeVar
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+
+from models.architecture import Architecture
+from models.exits import Criterion
+from models.tokenization import TextEncoder
+
+FORMAT_VERSION = 1
+_M = TypeVar("_M", bound=BaseModel)
+Precision = Literal["fp32", "fp16", "int8"]
+
+
+class BundleError(Exception):
+    """A bundle that cannot be used; the message names the file and what is wrong with it."""
+
+
+class _Record(BaseModel):
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+
+class GraphFile(_Record):
+    """One segment's graph: path inside the bundle, hex sha256, size in bytes."""
+
+    file: str
+    sha256: str = Field(pattern="^[0-9a-f]{64}$")
+    bytes: int = Field(ge=1)
+
+
+class ExitScore(_Record):
+    """An exit by itself on the evaluation split: every text leaves there. Metrics lie in [0, 1] (Matthews in [-1, 1])."""
+
+    exit: int
+    cost_in_layers: float = Field(description="mean over the evaluation split, units of one whole layer")
+    metrics: dict[str, float]
+
+
+class Scores(_Record):
+    """``per_exit`` by precision, on ``split`` of ``n`` texts."""
+
+    split: str
+    n: int
+    per_exit: dict[Precision, tuple[ExitScore, ...]]
+
+
+class Manifest(_Record):
+    format_version: int
+    name: str = Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,127}$")
+    version: str = Field(min_length=1)
+    task: str
+    labels: tuple[str, ...] = Field(min_length=2)
+    takes_pairs: bool
+    architecture: Architecture
+    exit_costs: tuple[float, ...] = Field(description="cost_in_layers of each exit at mean_tokens tokens")
+    mean_tokens: float = Field(gt=0, description="mean tokens of a text in the calibration split")
+    precisions: dict[Precision, tuple[GraphFile, ...]] = Field(min_length=1)
+    default_precision: Precision
+    files: dict[str, str] = Field(description="sha256 of tokenizer.json and calibration.json")
+    scores: tuple[Scores, ...]
+    provenance: dict[str, Any]
+    licence: str
+
+    @model_validator(mode="after")
+    def _consistent(self) -> Self:
+        if self.architecture.num_labels != len(self.labels):
+            raise ValueError(f"{len(self.labels)} labels, but logits of width {self.architecture.num_labels}")
+        if len(set(self.labels)) != len(self.labels):
+            raise ValueError("labels repeat")
+        exits = len(self.architecture.exits)
+        if len(self.exit_costs) != exits:
+            raise ValueError(f"exit_costs has {len(self.exit_costs)} entries for {exits} exits")
+        for precision, graphs in self.precisions.items():
+            if len(graphs) != exits:
+                raise ValueError(f"precision {precision} has {len(graphs)} graphs for {exits} exits")
+        if self.default_precision not in self.precisions:
+            raise ValueError(f"default_precision {self.default_precision} is not among precisions")
+        return self
+
+
+class CurvePoint(_Record):
+    """What one threshold gave on the validation split.
+
+    ``agreement`` is the share of texts whose answer is the last exit's; ``mean_cost`` is in layers; ``speedup`` is the
+    last exit's mean cost divided by it; ``exit_shares`` sums to 1 over the exits.
+    """
+
+    threshold: float
+    metric: float
+    agreement: float
+    mean_cost: float
+    speedup: float
+    exit_shares: tuple[float, ...]
+
+
+class Tier(_Record):
+    """A certified promise: with probability ≥ 1 - δ over the calibration draw, answers agree with the last exit with
+    probability ≥ ``quality``. ``disagreements`` of ``n`` were seen on the risk split; ``p_value`` is the exact binomial
+    one of the chosen threshold."""
+
+    quality: float = Field(gt=0, lt=1)
+    criterion: Criterion
+    threshold: float
+    n: int
+    disagreements: int
+    p_value: float
+    mean_cost: float
+    speedup: float
+
+
+class RefusedTier(_Record):
+    """A quality that this bundle cannot promise, and why (for instance: too few calibration texts)."""
+
+    quality: float
+    why: str
+    n_needed: int
+
+
+class PrecisionCalibration(_Record):
+    """``temperatures`` per exit; ``calibration_error`` is the expected calibration error (15 bins) per exit before and
+    after the temperature, on data that did not fit it; ``curves`` by criterion, thresholds from safest to boldest."""
+
+    temperatures: tuple[float, ...]
+    calibration_error_before: tuple[float, ...]
+    calibration_error_after: tuple[float, ...]
+    curves: dict[Criterion, tuple[CurvePoint, ...]]
+    certified: tuple[Tier, ...] = Field(description="by quality, highest first")
+    refused: tuple[RefusedTier, ...] = ()
+
+
+class Calibration(_Record):
+    """``metric`` names the task metric in the curves. Splits are counted in texts; ``delta`` is δ of all tiers together;
+    ``data_sha256`` identifies the risk split."""
+
+    metric: str
+    delta: float
+    n_temperature: int
+    n_risk: int
+    n_validation: int
+    data_sha256: str
+    precisions: dict[Precision, PrecisionCalibration]
+
+
+def segment_io(architecture: Architecture, segment: int) -> tuple[tuple[str, ...], tuple[str, ...]]:
+    """Names of the inputs and outputs of segment ``segment`` (1 = first; it ends in the exit of that number).
+
+    State that crosses from one segment to the next is ``hidden [B, S, H]``, and ``key``, ``value`` ``[B, S, H]`` of the
+    next layer where the exit before was a ``peek``.
+    """
+    exits = architecture.exits
+    if segment == 1:
+        inputs: tuple[str, ...] = ("input_ids", "position_ids", "attention_mask")
+        if architecture.uses_token_type_ids:
+            inputs += ("token_type_ids",)
+    else:
+        inputs = (*state_names(architecture, segment - 1), "attention_mask")
+    outputs: tuple[str, ...] = ("logits",)
+    if segment < len(exits):
+        outputs += state_names(architecture, segment)
+    return inputs, outputs
+
+
+def state_names(architecture: Architecture, segment: int) -> tuple[str, ...]:
+    """Names of the state that segment ``segment`` leaves for the next one."""
+    peeked = architecture.exits[segment - 1].head == "peek"
+    return ("hidden", "key", "value") if peeked else ("hidden",)
+
+
+def sha256_of(path: Path) -> str:
+    digest = hashlib.sha256()
+    with path.open("rb") as stream:
+        while chunk := stream.read(1 << 20):
+            digest.update(chunk)
+    return digest.hexdigest()
+
+
+class Bundle:
+    """A verified bundle on disk. Build one with :meth:`load` or :func:`write_bundle`."""
+
+    def __init__(self, path: Path, manifest: Manifest, calibration: Calibration, encoder: TextEncoder) -> None:
+        self.path = path
+        self.manifest = manifest
+        self.calibration = calibration
+        self.encoder = encoder
+
+    @classmethod
+    def load(cls, path: str | Path) -> "Bundle":
+        """Reads and verifies the bundle at ``path``.
+
+        Raises :class:`BundleError`, naming the file, where anything is missing, altered or of another format.
+        """
+        root = Path(path)
+        if not root.is_dir():
+            raise BundleError(f"{root}: no such bundle folder")
+        document = _read_json(root / "manifest.json")
+        version = document.get("format_version") if isinstance(document, dict) else None
+        if version != FORMAT_VERSION:
+            raise BundleError(
+                f"{root / 'manifest.json'}: format_version {version!r} is not {FORMAT_VERSION}, "
+                "the one that this version of Offramp reads"
+            )
+        manifest = _validate(Manifest, document, root / "manifest.json")
+        for graphs in manifest.precisions.values():
+            for graph in graphs:
+                _verify(root, graph.file, graph.sha256)
+        for name in ("tokenizer.json", "calibration.json"):
+            if name not in manifest.files:
+                raise BundleError(f"{root / 'manifest.json'}: no sha256 for {name}")
+            _verify(root, name, manifest.files[name])
+        calibration = _validate(Calibration, _read_json(root / "calibration.json"), root / "calibration.json")
+        exits = len(manifest.architecture.exits)
+        for precision in manifest.precisions:
+            if precision not in calibration.precisions:
+                raise BundleError(f"{root / 'calibration.json'}: precision {precision} is not calibrated")
+            found = len(calibration.precisions[precision].temperatures)
+            if found != exits:
+                raise BundleError(f"{root / 'calibration.json'}: {found} temperatures for {exits} exits ({precision})")
+        try:
+            encoder = TextEncoder.from_file(root / "tokenizer.json", manifest.architecture.max_length)
+        except Exception as error:  # tokenizers raises plain Exception
+            raise BundleError(f"{root / 'tokenizer.json'}: not a tokenizer ({error})") from error
+        return cls(root, manifest, calibration, encoder)
+
+    def graph(self, segment: int, precision: Precision | None = None) -> Path:
+        """Path of the graph of segment ``segment`` (1 = first)."""
+        graphs = self.manifest.precisions[precision or self.manifest.default_precision]
+        return self.path / graphs[segment - 1].file
+
+
+def write_bundle(
+    target: str | Path,
+    *,
+    manifest: Mapping[str, Any],
+    calibration: Calibration,
+    tokenizer_json: str,
+    graphs: Mapping[Precision, list[Path]],
+    readme: str,
+    extra: Mapping[str, bytes] | None = None,
+    replace: bool = False,
+) -> Bundle:
+    """Writes a bundle at ``target`` in one step and returns it loaded (so verified).
+
+    ``manifest`` holds :class:`Manifest`'s fields but ``format_version``, ``precisions`` and ``files``, which are filled
+    in here; ``graphs`` gives for each precision the files of segments 1, 2, ...; ``extra`` holds further files (plots of
+    the model card) by relative path. Raises :class:`BundleError` where ``target`` exists and ``replace`` is false.
+    """
+    target = Path(target)
+    if target.exists() and not replace:
+        raise BundleError(f"{target}: exists already")
+    target.parent.mkdir(parents=True, exist_ok=True)
+    work = Path(tempfile.mkdtemp(prefix=f".{target.name}.", dir=target.parent))
+    try:
+        # mkdtemp makes 0700; the bundle is read by whoever serves it.
+        work.chmod(0o755)
+        precisions: dict[str, list[dict[str, Any]]] = {}
+        for precision, files in graphs.items():
+            folder = work / "graphs" / precision
+            folder.mkdir(parents=True)
+            precisions[precision] = []
+            for number, source in enumerate(files, start=1):
+                file = folder / f"segment_{number}.onnx"
+                shutil.copyfile(source, file)
+                precisions[precision].append(
+                    {
+                        "file": file.relative_to(work).as_posix(),
+                        "sha256": sha256_of(file),
+                        "bytes": file.stat().st_size,
+                    }
+                )
+        (work / "tokenizer.json").write_text(tokenizer_json, encoding="utf-8")
+        (work / "calibration.json").write_text(calibration.model_dump_json(indent=1) + "\n", encoding="utf-8")
+        (work / "README.md").write_text(readme, encoding="utf-8")
+        for name, content in (extra or {}).items():
+            (work / name).parent.mkdir(parents=True, exist_ok=True)
+            (work / name).write_bytes(content)
+        files = {name: sha256_of(work / name) for name in ("tokenizer.json", "calibration.json")}
+        document = {"format_version": FORMAT_VERSION, **manifest, "precisions": precisions, "files": files}
+        checked = _validate(Manifest, document, target / "manifest.json")
+        (work / "manifest.json").write_text(checked.model_dump_json(indent=1) + "\n", encoding="utf-8")
+        Bundle.load(work)
+        _swap(work, target)
+    except BaseException:
+        shutil.rmtree(work, ignore_errors=True)
+        raise
+    return Bundle.load(target)
+
+
+def _swap(work: Path, target: Path) -> None:
+    """Puts ``work`` in ``target``'s place. A rename cannot replace a filled folder, so the old one steps aside first."""
+    if not target.exists():
+        os.rename(work, target)
+        return
+    aside = Path(tempfile.mkdtemp(prefix=f".{target.name}.old.", dir=target.parent))
+    os.rename(target, aside / "bundle")
+    os.rename(work, target)
+    shutil.rmtree(aside, ignore_errors=True)
+
+
+def _read_json(path: Path) -> Any:
+    try:
+        return json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise BundleError(f"{path}: missing") from None
+    except (OSError, UnicodeDecodeError, json.JSONDecodeError) as error:
+        raise BundleError(f"{path}: not readable as JSON ({error})") from error
+
+
+def _validate(model: type[_M], document: Any, path: Path) -> _M:
+    try:
+        # Through JSON, so that strictness is JSON's: tuples come as arrays.
+        return model.model_validate_json(json.dumps(document))
+    except ValidationError as error:
+        first = error.errors()[0]
+        where = ".".join(str(part) for part in first["loc"]) or "document"
+        raise BundleError(f"{path}: {where}: {first['msg']}") from error
+
+
+def _verify(root: Path, name: str, expected: str) -> None:
+    path = root / name
+    # A manifest may only name files of its own bundle.
+    if not path.resolve().is_relative_to(root.resolve()):
+        raise BundleError(f"{root / 'manifest.json'}: {name} lies outside the bundle")
+    if not path.is_file():
+        raise BundleError(f"{path}: missing")
+    if sha256_of(path) != expected:
+        raise BundleError(f"{path}: sha256 is not the manifest's; the file has been changed or cut short")

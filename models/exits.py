@@ -1,0 +1,179 @@
+"""When to leave: criteria and per-request policy, as pure NumPy functions.
+
+The graphs compute logits and decide nothing; everything that decides is here, and the server, the calibration and the
+simulator all call the same functions.
+
+Sources: confidence, Teerapittayanon et al. 2016 (BranchyNet uses entropy; the maximum softmax probability is its
+common twin); normalised entropy, Xin et al. 2020 (DeeBERT) divided by log K; patience, Zhou et al. 2020 (PABEE).
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from enum import IntEnum
+from typing import Literal
+
+import numpy as np
+from numpy.typing import NDArray
+
+Criterion = Literal["confidence", "entropy", "patience"]
+CRITERIA: tuple[Criterion, ...] = ("confidence", "entropy", "patience")
+Reason = Literal["confidence", "entropy", "patience", "final", "max_exit", "deadline"]
+
+Floats = NDArray[np.float64]
+Ints = NDArray[np.int64]
+Bools = NDArray[np.bool_]
+
+
+@dataclass(frozen=True, slots=True)
+class Policy:
+    """How sure one text must be to leave.
+
+    - ``confidence``: leave when the largest probability is ≥ ``threshold`` (0 to 1).
+    - ``entropy``: leave when the normalised entropy is ≤ ``threshold`` (0 to 1).
+    - ``patience``: leave when ``threshold`` exits in a row (an integer ≥ 1) have each agreed with the exit before
+      them, so no earlier than exit ``threshold + 1``.
+
+    Exits before ``min_exit`` are passed whatever they say; at ``max_exit`` the text leaves whatever it says
+    (``None``: the last exit).
+    """
+
+    criterion: Criterion
+    threshold: float
+    min_exit: int = 1
+    max_exit: int | None = None
+
+    def __post_init__(self) -> None:
+        if self.criterion not in CRITERIA:
+            raise ValueError(f"criterion must be one of {', '.join(CRITERIA)}, not {self.criterion!r}")
+        if not np.isfinite(self.threshold):
+            raise ValueError("threshold must be a finite number")
+        if self.criterion == "patience":
+            if self.threshold < 1 or self.threshold != int(self.threshold):
+                raise ValueError(f"threshold of patience must be a whole number of at least 1, not {self.threshold:g}")
+        elif not 0.0 <= self.threshold <= 1.0:
+            raise ValueError(f"threshold of {self.criterion} must lie between 0 and 1, not {self.threshold:g}")
+        if self.min_exit < 1:
+            raise ValueError(f"min_exit must be at least 1, not {self.min_exit}")
+        if self.max_exit is not None and self.max_exit < self.min_exit:
+            raise ValueError(f"max_exit {self.max_exit} lies before min_exit {self.min_exit}")
+
+
+def full_depth(last_exit: int) -> Policy:
+    """The policy of ``quality: 1.0``: the last exit, always."""
+    return Policy("confidence", 1.0, min_exit=last_exit)
+
+
+def softmax(logits: NDArray[np.floating], temperature: float | Floats = 1.0) -> Floats:
+    """Probabilities ``[..., K]`` of ``logits [..., K]`` divided by ``temperature``; rows with a NaN stay NaN."""
+    scaled = np.asarray(logits, dtype=np.float64) / temperature
+    with np.errstate(invalid="ignore", over="ignore"):
+        shifted = np.exp(scaled - scaled.max(axis=-1, keepdims=True))
+        return np.asarray(shifted / shifted.sum(axis=-1, keepdims=True))
+
+
+def normalised_entropy(probabilities: Floats) -> Floats:
+    """Entropy ``[...]`` of ``probabilities [..., K]`` divided by log K: 0 is certain, 1 is uniform."""
+    classes = probabilities.shape[-1]
+    with np.errstate(divide="ignore", invalid="ignore"):
+        terms = np.where(probabilities > 0, probabilities * np.log(probabilities), 0.0)
+    terms = np.where(np.isnan(probabilities), np.nan, terms)
+    # Rounding can leave -1e-17 at a certain answer, or a hair over 1 at a uniform one.
+    return np.clip(-terms.sum(axis=-1) / np.log(classes), 0.0, 1.0)
+
+
+@dataclass(frozen=True, slots=True)
+class Verdict:
+    """What one exit says of a batch: ``probabilities [B, K]``, ``labels [B]``, ``confidence [B]``, ``entropy [B]``,
+    ``finite [B]`` (False where a logit was NaN or infinite: such a row is never confident)."""
+
+    probabilities: Floats
+    labels: Ints
+    confidence: Floats
+    entropy: Floats
+    finite: Bools
+
+
+def judge(logits: NDArray[np.floating], temperature: float | Floats = 1.0) -> Verdict:
+    """Turns an exit's ``logits [B, K]`` into a :class:`Verdict`."""
+    raw = np.asarray(logits, dtype=np.float64)
+    finite = np.isfinite(raw).all(axis=-1)
+    probabilities = softmax(np.where(finite[..., None], raw, np.nan), temperature)
+    # argmax of the logits, not of the probabilities: two probabilities can round to the same number.
+    labels = np.where(finite, np.argmax(np.where(finite[..., None], raw, 0.0), axis=-1), -1).astype(np.int64)
+    confidence = np.where(finite, probabilities.max(axis=-1, initial=0.0, where=~np.isnan(probabilities)), np.nan)
+    return Verdict(probabilities, labels, confidence, normalised_entropy(probabilities), finite)
+
+
+def agree(labels: Ints, previous_labels: Ints, streak: Ints) -> Ints:
+    """Patience counter ``[B]`` after this exit: one more where the label is the one of the exit before, else 0.
+
+    ``previous_labels`` is -1 before the first exit (and after an exit whose logits were not finite).
+    """
+    return np.where((labels == previous_labels) & (labels >= 0), streak + 1, 0).astype(np.int64)
+
+
+class _Code(IntEnum):
+    CONFIDENCE = 0
+    ENTROPY = 1
+    PATIENCE = 2
+
+
+_CODES: dict[str, _Code] = {"confidence": _Code.CONFIDENCE, "entropy": _Code.ENTROPY, "patience": _Code.PATIENCE}
+
+
+def sure(verdict: Verdict, streak: Ints, policies: Sequence[Policy]) -> Bools:
+    """Which rows ``[B]`` their own policy calls sure enough, min and max exit left aside. NaN is never sure."""
+    code = np.fromiter((_CODES[p.criterion] for p in policies), dtype=np.int64, count=len(policies))
+    threshold = np.fromiter((p.threshold for p in policies), dtype=np.float64, count=len(policies))
+    with np.errstate(invalid="ignore"):
+        by_code = np.select(
+            [code == _Code.CONFIDENCE, code == _Code.ENTROPY],
+            [verdict.confidence >= threshold, verdict.entropy <= threshold],
+            default=streak >= threshold,
+        )
+    return np.asarray(by_code, dtype=np.bool_) & verdict.finite
+
+
+def decide(
+    verdict: Verdict, streak: Ints, policies: Sequence[Policy], exit_number: int, last_exit: int
+) -> list[Reason | None]:
+    """For each row the reason to leave at ``exit_number``, or ``None`` to go on.
+
+    ``final`` at the last exit; the criterion's own name where it is met at or after ``min_exit``; ``max_exit`` where
+    only that limit ends the way. A ``min_exit`` beyond the last exit still leaves at the last one.
+    """
+    met = sure(verdict, streak, policies)
+    reasons: list[Reason | None] = []
+    for row, policy in enumerate(policies):
+        if exit_number >= last_exit:
+            reasons.append("final")
+        elif met[row] and exit_number >= policy.min_exit:
+            reasons.append(policy.criterion)
+        elif policy.max_exit is not None and exit_number >= policy.max_exit:
+            reasons.append("max_exit")
+        else:
+            reasons.append(None)
+    return reasons
+
+
+def first_exit(logits: NDArray[np.floating], temperatures: Floats, policy: Policy) -> Ints:
+    """Index ``[N]`` (from 0) of the exit that each text leaves at, given all exits' ``logits [E, N, K]``.
+
+    The offline twin of :func:`decide`, for calibration: it calls the same functions, exit by exit.
+    """
+    exits, texts = logits.shape[:2]
+    chosen = np.full(texts, exits - 1, dtype=np.int64)
+    staying = np.ones(texts, dtype=np.bool_)
+    previous = np.full(texts, -1, dtype=np.int64)
+    streak = np.zeros(texts, dtype=np.int64)
+    policies = [policy] * texts
+    for index in range(exits - 1):
+        verdict = judge(logits[index], float(temperatures[index]))
+        streak = agree(verdict.labels, previous, streak)
+        previous = verdict.labels
+        leave = staying & (index + 1 >= policy.min_exit) & sure(verdict, streak, policies)
+        if policy.max_exit is not None and index + 1 >= policy.max_exit:
+            leave = staying
+        chosen[leave] = index
+        staying = staying & ~leave
+    return chosen

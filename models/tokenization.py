@@ -1,0 +1,85 @@
+"""Text to token ids, the same way in training, calibration and serving.
+
+The tokenizer is shared between threads and never mutated: a per-request ``enable_truncation`` on a shared
+``tokenizers.Tokenizer`` silently truncates the other caller's text. Here a text is encoded untruncated and without
+special tokens, the resulting encoding is cut, and the special tokens are added last.
+"""
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from tokenizers import Tokenizer
+
+
+@dataclass(frozen=True, slots=True)
+class Encoded:
+    """One text (or pair) as ids, special tokens included.
+
+    ``tokens_before`` counts tokens before truncation; ``truncated`` says whether any were cut.
+    """
+
+    ids: list[int]
+    type_ids: list[int]
+    tokens_before: int
+
+    @property
+    def truncated(self) -> bool:
+        return self.tokens_before > len(self.ids)
+
+    def __len__(self) -> int:
+        return len(self.ids)
+
+
+class TextEncoder:
+    """Encodes texts and pairs with a Hugging Face ``tokenizers`` file; safe to share between threads."""
+
+    def __init__(self, tokenizer: Tokenizer, max_length: int) -> None:
+        """``max_length`` is in tokens, special tokens included."""
+        tokenizer.no_truncation()
+        tokenizer.no_padding()
+        self._tokenizer = tokenizer
+        self.max_length = max_length
+        self._special = tokenizer.num_special_tokens_to_add(False)
+        self._special_pair = tokenizer.num_special_tokens_to_add(True)
+
+    @classmethod
+    def from_file(cls, path: Path, max_length: int) -> "TextEncoder":
+        return cls(Tokenizer.from_file(str(path)), max_length)
+
+    def encode(self, text: str, pair: str | None = None) -> Encoded:
+        """Ids of ``text`` (and ``pair``), cut to ``max_length`` tokens from the right.
+
+        A pair that is too long loses tokens from its longer side first, one at a time, as ``longest_first`` does.
+        """
+        first = self._tokenizer.encode(text, add_special_tokens=False)
+        if pair is None:
+            room = self.max_length - self._special
+            before = len(first) + self._special
+            if len(first) > room:
+                first.truncate(room)
+            full = self._tokenizer.post_process(first, None, True)
+        else:
+            second = self._tokenizer.encode(pair, add_special_tokens=False)
+            room = self.max_length - self._special_pair
+            before = len(first) + len(second) + self._special_pair
+            keep_first, keep_second = _longest_first(len(first), len(second), room)
+            if keep_first < len(first):
+                first.truncate(keep_first)
+            if keep_second < len(second):
+                second.truncate(keep_second)
+            full = self._tokenizer.post_process(first, second, True)
+        return Encoded(full.ids, full.type_ids, before)
+
+
+def _longest_first(first: int, second: int, room: int) -> tuple[int, int]:
+    """Lengths after cutting the longer side down first, then both evenly; ties cut the second side."""
+    excess = first + second - room
+    if excess <= 0:
+        return first, second
+    cut = min(excess, abs(first - second))
+    if first > second:
+        first -= cut
+    else:
+        second -= cut
+    excess -= cut
+    return first - excess // 2, second - (excess - excess // 2)
