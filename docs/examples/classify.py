@@ -5,7 +5,9 @@ Prints for each wish the label of every text, the exit that it left at and what 
 
 import json
 import os
+import urllib.error
 import urllib.request
+from typing import Any
 
 URL = os.environ.get("OFFRAMP_URL", "http://localhost:8000")
 TEXTS = [
@@ -13,7 +15,7 @@ TEXTS = [
     "two hours that i will never get back",
     "it is not without charm , but the charm wears thin well before the end",
 ]
-WISHES: list[dict[str, object]] = [
+WISHES: list[dict[str, Any]] = [
     {"quality": 1.0},
     {"speed": 2.0},
     {"criterion": "confidence", "threshold": 0.9},
@@ -21,15 +23,12 @@ WISHES: list[dict[str, object]] = [
 ]
 
 
-def classify(body: dict[str, object]) -> dict[str, object]:
+def classify(body: dict[str, Any]) -> dict[str, Any]:
     """Posts ``body`` and returns the answer; an error's own message says which field was wrong."""
-    request = urllib.request.Request(
-        f"{URL}/classify", json.dumps(body).encode(), {"content-type": "application/json"}
-    )
+    request = urllib.request.Request(f"{URL}/classify", json.dumps(body).encode(), {"content-type": "application/json"})
     try:
         with urllib.request.urlopen(request, timeout=30) as response:
-            answer: dict[str, object] = json.load(response)
-            return answer
+            return dict(json.load(response))
     except urllib.error.HTTPError as error:
         raise SystemExit(json.load(error)["error"]["message"]) from None
 
