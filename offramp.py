@@ -16,6 +16,8 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, get_args, get_origin
 
 import typer
 
+from training.cli import commands as training_commands
+
 if TYPE_CHECKING:
     from pydantic_settings import BaseSettings
 
@@ -46,7 +48,7 @@ def run(arguments: Sequence[str]) -> int:
 
     An error becomes one line on stderr; with `--debug` an unexpected one is raised as it is.
     """
-    arguments, debug = _take_debug(arguments)
+    arguments, debug = take_debug(arguments)
     try:
         result = app(arguments or ["--help"], prog_name="offramp", standalone_mode=False)
     except typer.Abort:
@@ -62,7 +64,7 @@ def run(arguments: Sequence[str]) -> int:
     return result if isinstance(result, int) else 0
 
 
-def _take_debug(arguments: Sequence[str]) -> tuple[list[str], bool]:
+def take_debug(arguments: Sequence[str]) -> tuple[list[str], bool]:
     """Takes `--debug` out of the arguments, wherever it stands before a `--`."""
     options = list(arguments)
     end = options.index("--") if "--" in options else len(options)
@@ -77,6 +79,8 @@ def _fail(message: str, code: int) -> int:
 
 def _in_one_line(error: Exception) -> str:
     """What went wrong; where the message alone would not say it, the kind of error and how to see more."""
+    if isinstance(error, ModuleNotFoundError):
+        return f"{error.name} is not installed: pip install 'offramp[train]' brings what training needs"
     known = isinstance(error, (OSError, ValueError)) or type(error).__module__.split(".")[0] in {
         "models",
         "server",
@@ -88,9 +92,13 @@ def _in_one_line(error: Exception) -> str:
 
 
 def _print_version(wanted: bool) -> None:
-    if wanted:
+    if not wanted:
+        return
+    try:
         typer.echo(f"offramp {metadata.version('offramp')}")
-        raise typer.Exit
+    except metadata.PackageNotFoundError:
+        typer.echo("offramp, run from its sources without being installed")
+    raise typer.Exit
 
 
 @app.callback(context_settings=HELP_NAMES)
@@ -207,6 +215,8 @@ def require_one_runtime(installed: Collection[str]) -> None:
             "pip uninstall both, then install one of 'offramp[cpu]' and 'offramp[gpu]'"
         )
 
+
+app.add_typer(training_commands)
 
 if __name__ == "__main__":
     main()
