@@ -8,7 +8,7 @@ usage, 1 for a failure, and a traceback only with `--debug`.
 import inspect
 import json
 import sys
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from importlib import metadata
 from pathlib import Path
 from types import NoneType
@@ -135,9 +135,9 @@ def _serve(**flags: Any) -> None:
     except StartError as error:
         raise UsageError(str(error)) from error
     require_one_runtime(installed_runtimes())
-    from server.app import serve as serve_forever
+    from server.app import run as serve_until_told_to_stop
 
-    serve_forever(settings)
+    raise typer.Exit(serve_until_told_to_stop(settings))
 
 
 def _with_options_of(settings: "type[BaseSettings]", command: Callable[..., None]) -> Callable[..., None]:
@@ -175,6 +175,73 @@ def _metavar(annotation: Any) -> str:
     if len(choices) == 1:
         return _metavar(choices[0])
     return {int: "INTEGER", float: "NUMBER"}.get(annotation, "TEXT")
+
+
+@app.command()
+def classify(
+    texts: Annotated[list[str], typer.Argument(metavar="TEXT", help="texts; - reads them from stdin, one a line")],
+    quality: Annotated[
+        float | None, typer.Option(help="agreement with the last exit that the answer must have")
+    ] = None,
+    speed: Annotated[float | None, typer.Option(help="mean speed-up on the bundle's measured curve")] = None,
+    criterion: Annotated[
+        Literal["confidence", "entropy", "patience"] | None, typer.Option(help="what --threshold is compared with")
+    ] = None,
+    threshold: Annotated[float | None, typer.Option(help="how sure an exit must be")] = None,
+    min_exit: Annotated[int | None, typer.Option(help="pass the exits before this one")] = None,
+    max_exit: Annotated[int | None, typer.Option(help="go no deeper than this exit")] = None,
+    top_k: Annotated[int | None, typer.Option(help="how many labels to score [default: all]")] = None,
+    explain: Annotated[bool, typer.Option("--explain", help="with --json: add what every exit passed said")] = False,
+    bundle: Annotated[Path | None, typer.Option(help="a bundle folder [default: the shipped one]")] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="one JSON object a text: a result of POST /classify")] = False,
+) -> None:
+    """Classify texts without a server, with the answers that a server would give.
+
+    For a model that classifies pairs, a tab separates the two texts. OFFRAMP_ variables count as they do for a server.
+    """
+    require_one_runtime(installed_runtimes())
+    from server.config import StartError, load_settings
+    from server.local import Line, WrongWish, classify_all
+
+    wishes = {
+        "quality": quality,
+        "speed": speed,
+        "criterion": criterion,
+        "threshold": threshold,
+        "min_exit": min_exit,
+        "max_exit": max_exit,
+        "top_k": top_k,
+        "explain": explain,
+    }
+    lines = (Line(place, text) for place, text in _texts_of(texts))
+    try:
+        settings = load_settings(bundles=None if bundle is None else (bundle,))
+    except StartError as error:
+        raise UsageError(str(error)) from error
+    try:
+        for line, result in classify_all(lines, wishes, settings):
+            typer.echo(json.dumps(result, ensure_ascii=False) if as_json else _in_words(result, line.text))
+    except WrongWish as error:
+        raise UsageError(str(error)) from error
+
+
+def _texts_of(arguments: Sequence[str]) -> Iterator[tuple[str, str]]:
+    """Texts, each with the words that name it in an error; ``-`` stands for the lines of stdin."""
+    for number, argument in enumerate(arguments, start=1):
+        if argument != "-":
+            yield f"text {number}", argument
+            continue
+        for line_number, line in enumerate(sys.stdin.buffer, start=1):
+            # What is not UTF-8 is kept as surrogates, as in arguments, for one check to find both.
+            yield f"line {line_number}", line.rstrip(b"\r\n").decode("utf-8", "surrogateescape")
+
+
+def _in_words(result: dict[str, Any], text: str) -> str:
+    """A result document in one line for a person."""
+    left = result["exit"]
+    promise = "" if left["tier"] is None else f", promised {left['tier']:g}"
+    way = f"exit {left['number']} after {left['layer']} of {left['of']} layers, cost {left['cost']:.2f}"
+    return f"{result['label']}  {result['score']:.4f}  ({way}, {left['reason']}{promise})  {text}"
 
 
 @app.command("inspect")
