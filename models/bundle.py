@@ -13,6 +13,7 @@ import os
 import shutil
 import tempfile
 from collections.abc import Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, Literal, Self, TypeVar
 
@@ -49,6 +50,7 @@ class ExitScore(_Record):
     exit: int
     cost_in_layers: float = Field(description="mean over the evaluation split, units of one whole layer")
     metrics: dict[str, float]
+    standard_errors: dict[str, float] = Field(default={}, description="sampling error of each metric on that split")
 
 
 class Scores(_Record):
@@ -288,8 +290,8 @@ def write_bundle(
         for name, content in (extra or {}).items():
             (work / name).parent.mkdir(parents=True, exist_ok=True)
             (work / name).write_bytes(content)
-        files = {name: sha256_of(work / name) for name in ("tokenizer.json", "calibration.json")}
-        document = {"format_version": FORMAT_VERSION, **manifest, "precisions": precisions, "files": files}
+        sums = {name: sha256_of(work / name) for name in ("tokenizer.json", "calibration.json")}
+        document = {"format_version": FORMAT_VERSION, **manifest, "precisions": precisions, "files": sums}
         checked = _validate(Manifest, document, target / "manifest.json")
         (work / "manifest.json").write_text(checked.model_dump_json(indent=1) + "\n", encoding="utf-8")
         Bundle.load(work)
@@ -306,8 +308,18 @@ def _swap(work: Path, target: Path) -> None:
         os.rename(work, target)
         return
     aside = Path(tempfile.mkdtemp(prefix=f".{target.name}.old.", dir=target.parent))
-    os.rename(target, aside / "bundle")
-    os.rename(work, target)
+    try:
+        os.rename(target, aside / "bundle")
+        try:
+            os.rename(work, target)
+        except BaseException:
+            os.rename(aside / "bundle", target)
+            raise
+    except BaseException:
+        # rmdir, not rmtree: an old bundle that could not be put back must not be deleted.
+        with suppress(OSError):
+            aside.rmdir()
+        raise
     shutil.rmtree(aside, ignore_errors=True)
 
 
