@@ -45,7 +45,8 @@ class GraphFile(_Record):
 
 
 class ExitScore(_Record):
-    """An exit by itself on the evaluation split: every text leaves there. Metrics lie in [0, 1] (Matthews in [-1, 1])."""
+    """An exit by itself on the evaluation split, where every text leaves there. Metrics lie in [0, 1] (Matthews in
+    [-1, 1])."""
 
     exit: int
     cost_in_layers: float = Field(description="mean over the evaluation split, units of one whole layer")
@@ -146,8 +147,8 @@ class PrecisionCalibration(_Record):
 
 
 class Calibration(_Record):
-    """``metric`` names the task metric in the curves. Splits are counted in texts; ``delta`` is δ of all tiers together;
-    ``data_sha256`` identifies the risk split."""
+    """``metric`` names the task metric in the curves. Splits are counted in texts; ``delta`` is δ of all tiers
+    together; ``data_sha256`` identifies the risk split."""
 
     metric: str
     delta: float
@@ -258,8 +259,8 @@ def write_bundle(
     """Writes a bundle at ``target`` in one step and returns it loaded (so verified).
 
     ``manifest`` holds :class:`Manifest`'s fields but ``format_version``, ``precisions`` and ``files``, which are filled
-    in here; ``graphs`` gives for each precision the files of segments 1, 2, ...; ``extra`` holds further files (plots of
-    the model card) by relative path. Raises :class:`BundleError` where ``target`` exists and ``replace`` is false.
+    in here; ``graphs`` gives for each precision the files of segments 1, 2, ...; ``extra`` holds further files (plots
+    of the model card) by relative path. Raises :class:`BundleError` where ``target`` exists and ``replace`` is false.
     """
     target = Path(target)
     if target.exists() and not replace:
@@ -303,7 +304,7 @@ def write_bundle(
 
 
 def _swap(work: Path, target: Path) -> None:
-    """Puts ``work`` in ``target``'s place. A rename cannot replace a filled folder, so the old one steps aside first."""
+    """Puts ``work`` in ``target``'s place. A rename cannot replace a filled folder, so the old one steps aside."""
     if not target.exists():
         os.rename(work, target)
         return

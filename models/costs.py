@@ -1,8 +1,9 @@
 """What it costs to leave at each exit, in units of one whole layer.
 
 Costs count multiply-accumulates of the matrix products (norms, activations and look-ups are left out), for one text
-of ``tokens`` tokens, heads, pooled rows and an embedding projection included. A layer of width H and feed-forward width I costs
-``S(4H² + 2HI) + 2S²H``: query, key, value and output projections, the feed-forward pair, scores and weighted values.
+of ``tokens`` tokens, heads, pooled rows and an embedding projection included. A layer of width H and feed-forward
+width I costs ``S(4H² + 2HI) + 2S²H``: query, key, value and output projections, the feed-forward pair, scores and
+weighted values.
 """
 
 import numpy as np
@@ -22,8 +23,8 @@ def exit_costs(architecture: Architecture, tokens: int) -> NDArray[np.float64]:
 
     Every exit on the way is paid for: a text that leaves at exit 3 has also run the heads and rows of exits 1 and 2.
     A ``peek`` exit pays the keys and values of the next layer when it peeks; they are not paid again when the text
-    goes on into that layer. Where the last exit is ``cls``, its last layer computes keys and values of all tokens and the
-    rest of one row, as the exported graph does.
+    goes on into that layer. Where the last exit is ``cls``, its last layer computes keys and values of all tokens and
+    the rest of one row, as the exported graph does.
     """
     h, i, s = architecture.hidden_size, architecture.intermediate_size, tokens
     unit = layer_cost(architecture, tokens)

@@ -1,7 +1,7 @@
 """Risk control: which thresholds may carry a promise. Pure functions on arrays, no network in sight.
 
-The promise of a tier ``quality: q`` is P(early label ≠ last exit's label) ≤ ε = 1 − q, and all served tiers hold at once
-with probability ≥ 1 − δ over the draw of the risk split.
+The promise of a tier ``quality: q`` is P(early label ≠ last exit's label) ≤ ε = 1 − q, and all served tiers hold at
+once with probability ≥ 1 − δ over the draw of the risk split.
 
 Sources
 - Learn then Test: Angelopoulos, Bates, Candès, Jordan, Lei 2021 (arXiv 2110.01052), fixed-sequence testing;
@@ -26,7 +26,7 @@ DELTA = 0.05
 
 
 def clopper_pearson_p_value(disagreements: ArrayLike, n: int, epsilon: float) -> NDArray[np.float64]:
-    """P-value ``[...]`` of the hypothesis "the risk is above ``epsilon``", given ``disagreements [...]`` of ``n`` texts.
+    """P-value ``[...]`` of the hypothesis "the risk is above ε", given ``disagreements [...]`` of ``n`` texts.
 
     ``BinomCDF(k; n, ε)``: how likely so few disagreements are if the risk were exactly ε. Exact, not asymptotic.
     Raises ValueError where a count lies outside 0..n, or ε outside (0, 1).
@@ -56,7 +56,7 @@ def fixed_sequence(p_values: ArrayLike, level: float) -> int | None:
 def _wsr_log_capital(
     losses: NDArray[np.float64], mean: NDArray[np.float64], delta: float, low: float, high: float
 ) -> NDArray[np.float64]:
-    """Largest log capital ``[...]`` over time of the bet that the mean of ``losses [..., N]`` lies below ``mean [...]``."""
+    """Largest log capital ``[...]`` over time of betting that ``losses [..., N]`` have a mean below ``mean [...]``."""
     n = losses.shape[-1]
     steps = np.arange(1, n + 1)
     running_mean = ((low + high) / 2 + np.cumsum(losses, axis=-1)) / (steps + 1)
@@ -141,8 +141,8 @@ def n_needed(epsilon: float, delta: float = DELTA, risk: float = 0.0) -> int:
 
 @dataclass(frozen=True, slots=True)
 class Passed:
-    """Tier ``quality`` holds for ``criterion`` at threshold number ``index`` of its sequence: ``disagreements`` of ``n``
-    texts, ``p_value`` ≤ the level of one test."""
+    """Tier ``quality`` holds for ``criterion`` at threshold number ``index`` of its sequence: ``disagreements`` of
+    ``n`` texts, ``p_value`` ≤ the level of one test."""
 
     quality: float
     criterion: Criterion
