@@ -399,6 +399,74 @@ def make_bundle(
         )
 
 
+def recalibrate(
+    bundle_path: Path,
+    table: Table,
+    target: Path,
+    *,
+    validation_share: float,
+    seed: int,
+    observer: Observer = Observer(),
+) -> Bundle:
+    """Calibrates a bundle on other labelled texts (the traffic it meets) and writes it at ``target``.
+
+    The texts are split by group (:func:`training.data.same_text`): ``validation_share`` of them fits temperatures and
+    picks the criterion, the rest certifies. Graphs, tokenizer and provenance stay; scores on the new texts are added.
+    Raises :class:`PipelineError` for a share that leaves one side without a text.
+    """
+    if not 0 < validation_share < 1:
+        raise PipelineError(f"validation_share must lie between 0 and 1, not {validation_share:g}")
+    bundle = Bundle.load(bundle_path)
+    manifest, architecture = bundle.manifest, bundle.manifest.architecture
+    check_labels(table.examples, manifest.labels, table.source)
+    if manifest.takes_pairs != (table.examples[0].pair is not None):
+        needed = "a pair column" if manifest.takes_pairs else "no pair column"
+        raise PipelineError(f"{bundle_path}: this bundle needs {needed}")
+    groups = [owner for (owner,) in same_text(table.examples)]
+    order = np.random.default_rng(seed).permutation(max(groups) + 1)
+    first = set(order[: round(len(order) * validation_share)].tolist())
+    parts = [
+        tuple(e for e, group in zip(table.examples, groups, strict=True) if (group in first) == is_first)
+        for is_first in (True, False)
+    ]
+    if not all(parts):
+        raise PipelineError(f"{table.source}: {len(table)} rows are too few to split by {validation_share:g}")
+    validation, risk = (tokenize(part, manifest.labels, bundle.encoder) for part in parts)
+    graphs = {
+        precision: [bundle.graph(n, precision) for n in range(1, len(architecture.exits) + 1)]
+        for precision in manifest.precisions
+    }
+    observer.stage("run the graphs", len(table) * len(graphs))
+    logits = {
+        precision: SplitLogits(
+            *(run_graphs(files, architecture, part.texts, progress=observer.advance) for part in (validation, risk))
+        )
+        for precision, files in graphs.items()
+    }
+    calibration = calibrate(
+        logits,
+        architecture,
+        validation=_split(validation),
+        risk=_split(risk),
+        metric=bundle.calibration.metric,
+        data_sha256=_data_hash(parts[1]),
+    )
+    document = manifest.model_dump(mode="json", exclude={"format_version", "precisions", "files"})
+    document["provenance"] = {**document["provenance"], "calibrated_on": Path(table.source).name}
+    document["mean_tokens"] = round(float(np.mean([len(t) for t in risk.texts])), 2)
+    document["exit_costs"] = [round(float(c), 4) for c in exit_costs(architecture, round(document["mean_tokens"]))]
+    return write_bundle(
+        target,
+        manifest=document,
+        calibration=calibration,
+        tokenizer_json=(bundle.path / "tokenizer.json").read_text(encoding="utf-8"),
+        graphs=graphs,
+        readme=model_card(document, calibration),
+        extra={PLOT_NAME: bundle_plot(document, calibration)},
+        replace=True,
+    )
+
+
 def default_precision(logits: Mapping[Precision, np.ndarray], labels: np.ndarray) -> Precision:
     """int8 where each exit's accuracy on held-out texts is within :data:`PRECISION_TOLERANCE` of fp32's, else fp32.
 

@@ -12,16 +12,19 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, cast, get_args
 
 import numpy as np
+import torch
+from tokenizers import Tokenizer
 
-from models.architecture import ExitSpec, Head
+from models.architecture import Head
 from models.costs import exit_costs
-from models.network import Backbone, build_network
+from models.network import Backbone, build_network, load_backbone
 from models.tokenization import TextEncoder
 from training.data import Example, Tokenized, subset, tokenize
-from training.methods import MethodName
+from training.methods import METHODS, MethodName
+from training.pipeline import DataSettings, exit_specs, prepare
 from training.trainer import EpochReport, StepReport, TrainingSettings, exit_metrics, train
 
 
@@ -36,18 +39,6 @@ class Cell:
     @property
     def name(self) -> str:
         return f"{self.method}-{self.head}-seed{self.seed}"
-
-
-def exits_for(head: Head, num_layers: int, *, from_embeddings: bool | None = None) -> tuple[ExitSpec, ...]:
-    """An exit after every layer with ``head``: ``peek`` after 0 .. L-1, the others after 1 .. L.
-
-    ``from_embeddings`` adds (or, for ``peek``, leaves out) the exit right after the embeddings.
-    """
-    if head == "peek":
-        depths = range(0 if from_embeddings in (None, True) else 1, num_layers)
-    else:
-        depths = range(0 if from_embeddings else 1, num_layers + 1)
-    return tuple(ExitSpec(number=i, after_layer=d, head=head) for i, d in enumerate(depths, start=1))
 
 
 def run_cell(
@@ -69,14 +60,10 @@ def run_cell(
     if target.exists():
         done: dict[str, Any] = json.loads(target.read_text(encoding="utf-8"))
         return done
-    import torch
-
     torch.manual_seed(cell.seed)
     network = build_network(
-        backbone, num_labels=len(labels), exits=exits_for(cell.head, backbone.num_layers), max_length=max_length
+        backbone, num_labels=len(labels), exits=exit_specs(cell.head, backbone.num_layers), max_length=max_length
     )
-    from tokenizers import Tokenizer
-
     encoder = TextEncoder(Tokenizer.from_str(backbone.tokenizer_json), network.architecture.max_length)
     data: list[Tokenized] = [tokenize(part, labels, encoder) for part in (train_examples, validation, evaluation)]
     chosen = replace(settings, method=cell.method, seed=cell.seed)
@@ -108,6 +95,49 @@ def run_cell(
     partial.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
     os.replace(partial, target)
     return result
+
+
+def run_grid(
+    folder: Path,
+    *,
+    task: str,
+    data_dir: Path,
+    methods: Sequence[str],
+    heads: Sequence[str],
+    seeds: Sequence[int],
+    examples: int | None,
+    epochs: int,
+    backbone: str,
+    tell: Callable[[str], None] = lambda text: None,
+) -> str:
+    """Runs every cell of methods × heads × seeds that is not done yet, and returns the :func:`summary` of all.
+
+    All cells share the splits (drawn with seed 0) and are scored on the task's evaluation file; runs of one seed share
+    their part of the training split. Raises ValueError for a method or head that is none, before any work.
+    """
+    for kind, names, known in (("method", methods, METHODS), ("head", heads, get_args(Head))):
+        for name in names:
+            if name not in known:
+                raise ValueError(f"{kind} must be one of {', '.join(known)}, not {name!r}")
+    prepared = prepare(DataSettings(task=task, data_dir=str(data_dir)), seed=0)
+    encoder = load_backbone(backbone)
+    for seed in seeds:
+        part = training_part(prepared.splits.train, examples, seed)
+        for method in methods:
+            for head in heads:
+                cell = Cell(cast(MethodName, method), cast(Head, head), seed)
+                result = run_cell(
+                    cell,
+                    encoder,
+                    part,
+                    prepared.splits.validation,
+                    prepared.evaluation,
+                    prepared.splits.labels,
+                    TrainingSettings(epochs=epochs, metric=prepared.metric),
+                    folder,
+                )
+                tell(f"{cell.name}: " + " ".join(f"{100 * e['score']:.1f}" for e in result["exits"]))
+    return summary(read_results(folder))
 
 
 def read_results(folder: Path) -> list[dict[str, Any]]:
