@@ -5,11 +5,11 @@ through the middle of a layer (the ``peek`` exit) is no module that could be exp
 structure, so the graphs are written directly, with ONNX Runtime's fused operators.
 
 Layout. Between the operators a batch ``[B, S]`` is one list of tokens ``[T, H]``, ``T = B * S``: everything but
-attention works on single tokens. Attention and pooling work on *texts*: the sequence numbers of ``attention_mask`` say
-which tokens belong together, and those are gathered into ``[G, M, H]``: G texts of up to M tokens, each starting at slot
-0. So a packed row costs no more attention than its texts, no text can see (or poison) another, and each text's sums run
-over its own tokens in its own order. That is what makes int8 the same alone, padded and packed: a difference in the last bit
-flips a rounding now and then, and after a few layers the flips are as large as the quantisation noise itself.
+attention works on single tokens. Attention and pooling work on *texts*: the sequence numbers of ``attention_mask``
+say which tokens belong together, and those are gathered into ``[G, M, H]``: G texts of up to M tokens, each starting at
+slot 0. So a packed row costs no more attention than its texts, no text can see (or poison) another, and each text's
+sums run over its own tokens in its own order. That is what makes int8 the same alone, padded and packed: a difference
+in the last bit flips a rounding now and then, and after a few layers the flips are as large as the quantisation noise.
 
 Names of initializers (``{name}`` is the canonical weight name without ``.weight``), from which
 :func:`training.export.dequantised_weights` reads the weights back:
@@ -31,10 +31,9 @@ from numpy.typing import NDArray
 from onnx import TensorProto, helper, numpy_helper
 
 from models.architecture import Architecture, ExitSpec
-from models.bundle import segment_io
+from models.bundle import Precision, segment_io
 
 Weights = Mapping[str, NDArray[Any]]
-GraphPrecision = Literal["fp32", "int8"]
 # What the rows of a two-dimensional tensor are: every token [T, ...], or one row per text [G, ...].
 Rows = Literal["tokens", "texts"]
 
@@ -73,14 +72,14 @@ def quantise_rows(array: NDArray[Any], levels: int) -> Quantised:
     return Quantised(values, scale)
 
 
-def build_segments(architecture: Architecture, weights: Weights, precision: GraphPrecision, folder: Path) -> list[Path]:
+def build_segments(architecture: Architecture, weights: Weights, precision: Precision, folder: Path) -> list[Path]:
     """Writes ``segment_<n>.onnx`` for every exit into ``folder`` (made if missing) and returns the paths in order.
 
     ``weights`` are the canonical float arrays, linear weights ``[out, in]``. Same weights, same bytes. Raises what
     :func:`check_weights` raises, before anything is written.
     """
     if precision not in ("fp32", "int8"):
-        raise ValueError(f"precision must be fp32 or int8, not {precision!r}")
+        raise ValueError(f"graphs are built in fp32 or int8, not in {precision}")
     check_weights(architecture, weights)
     folder.mkdir(parents=True, exist_ok=True)
     paths = []
@@ -92,9 +91,7 @@ def build_segments(architecture: Architecture, weights: Weights, precision: Grap
     return paths
 
 
-def _segment_model(
-    architecture: Architecture, weights: Weights, precision: GraphPrecision, number: int
-) -> onnx.ModelProto:
+def _segment_model(architecture: Architecture, weights: Weights, precision: Precision, number: int) -> onnx.ModelProto:
     """The graph from the exit before (or from the token ids) to exit ``number``; see :func:`build_segments`."""
     return _Segment(architecture, weights, precision, number).model()
 
@@ -181,7 +178,7 @@ class _Segment:
 
     architecture: Architecture
     weights: Weights
-    precision: GraphPrecision
+    precision: Precision
     number: int
     nodes: list[onnx.NodeProto] = field(default_factory=list)
     initializers: dict[str, NDArray[Any]] = field(default_factory=dict)
@@ -268,22 +265,25 @@ class _Segment:
         own = self._node("Cast", own, to=TensorProto.INT32)
         lengths = self._node("ReduceSum", own, self._ints(2), keepdims=0)
         lengths = self._node("Reshape", lengths, last_axis, output="text_lengths")
-        # A text's tokens are neighbours: its first one (ArgMax gives the first of equals) and its length say where it lies.
+        # A text's tokens are neighbours, so its first one and its length say where it lies. Of equals ArgMax gives the
+        # first.
         first = self._node("ArgMax", own, axis=2, keepdims=0)
         tokens = self._node("Size", "attention_mask")
         row = self._node("Gather", self._node("Shape", "attention_mask"), one)
         rows = self._node("Unsqueeze", self._node("Range", zero, tokens, row), axis)
         first = self._node("Reshape", self._node("Add", first, rows), last_axis, output="text_first")
-        # An absent text (a row of padding only) has length 0 and its only slot at first - 1: some token, never NaN.
-        final = self._node("Sub", self._node("Cast", lengths, to=TensorProto.INT64), one)
-        longest = self._node("Add", self._node("ReduceMax", final, keepdims=0), one)
-        slots = self._node("Min", self._node("Range", zero, longest, one), self._node("Unsqueeze", final, axis))
+        # A text that a row doesn't have (all of them, in a row of padding) has length 0 and gets the row's first token.
+        length = self._node("Max", self._node("Cast", lengths, to=TensorProto.INT64), one)
+        longest = self._node("ReduceMax", length, keepdims=0)
+        final = self._node("Unsqueeze", self._node("Sub", length, one), axis)
+        slots = self._node("Min", self._node("Range", zero, longest, one), final)
         slots = self._node("Add", slots, self._node("Unsqueeze", first, axis), output="slots")
-        # Where a token sits in several slots they hold the same query, so it doesn't matter which is written last.
+        # A token's smallest slot is its own: repeats lie behind it, and a missing text behind the row's text 1.
+        count = self._node("Size", slots)
+        anywhere = self._node("Expand", self._node("Sub", count, one), self._node("Unsqueeze", tokens, self._ints(0)))
         flat = self._node("Reshape", slots, last_axis)
-        places = self._node("Range", zero, self._node("Size", slots), one)
-        empty = self._node("ConstantOfShape", self._node("Unsqueeze", tokens, self._ints(0)), value=_zero_int())
-        slot_of_token = self._node("ScatterElements", empty, flat, places, output="slot_of_token")
+        places = self._node("Range", zero, count, one)
+        slot_of_token = self._node("ScatterElements", anywhere, flat, places, output="slot_of_token", reduction="min")
         return _Texts(first, lengths, slots, slot_of_token)
 
     # --- the network ---
@@ -484,7 +484,3 @@ class _Segment:
 
     def _float(self, name: str, value: float) -> str:
         return self._constant(f"constant.{name}", np.array(value, np.float32))
-
-
-def _zero_int() -> onnx.TensorProto:
-    return numpy_helper.from_array(np.zeros(1, np.int64))
