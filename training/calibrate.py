@@ -166,14 +166,11 @@ def _cheapest_path(points: Sequence[CurvePoint], quality: float) -> float:
     return cost
 
 
-def disagreements(judged: Judged, criterion: Criterion, thresholds: Sequence[float]) -> Ints:
-    """How many texts of ``judged [E, N]`` would be answered otherwise than by the last exit, per threshold ``[T]``."""
+def disagreeing(judged: Judged, criterion: Criterion, thresholds: Sequence[float]) -> NDArray[np.bool_]:
+    """Which texts of ``judged [E, N]`` would be answered otherwise than by the last exit, per threshold ``[T, N]``."""
     texts = np.arange(judged.labels.shape[1])
-    counts = [
-        int((judged.labels[leave_at(judged, Policy(criterion, threshold)), texts] != judged.labels[-1]).sum())
-        for threshold in thresholds
-    ]
-    return np.asarray(counts, dtype=np.int64)
+    chosen = (leave_at(judged, Policy(criterion, threshold)) for threshold in thresholds)
+    return np.stack([judged.labels[exits, texts] != judged.labels[-1] for exits in chosen])
 
 
 def calibrate_precision(
@@ -215,7 +212,7 @@ def calibrate_precision(
     if judged_risk.labels.shape[1] != len(risk.labels):
         raise ValueError(f"risk split: logits of {judged_risk.labels.shape[1]} texts, {len(risk.labels)} labels")
     certificate = certify(
-        {criterion: disagreements(judged_risk, criterion, grids[criterion]) for criterion in to_certify},
+        {c: disagreeing(judged_risk, c, grids[c]).sum(axis=1) for c in to_certify},
         len(risk.labels),
         qualities,
         delta,
