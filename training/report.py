@@ -205,6 +205,8 @@ def bundle_plot(
     if not scores:
         raise ValueError("manifest: scores are empty; the plot needs the scores of each exit")
     same = next((entry for entry in scores if entry.split == "validation"), scores[0])
+    if precision not in same.per_exit:
+        raise ValueError(f"manifest: scores on {same.split} lack the default precision {precision}")
     where = f"{precision}, {calibration.n_validation:,} texts of the validation split"
     if same.split != "validation":
         where += f"; single exits and full depth: {same.n:,} texts of {same.split}"
@@ -326,7 +328,7 @@ def _certified(precision: Precision, calibration: Calibration) -> str:
             "`quality: q` promises that the answer is the last exit's with probability ≥ q. All rows hold at once with "
             f"probability ≥ {1 - calibration.delta:g} over the draw of the {calibration.n_risk:,} texts of the risk "
             "split, which neither training nor the choice of the grid saw (exact binomial test, fixed sequence from "
-            "the safest threshold, Bonferroni over qualities). `disagree` is what that split showed; the columns right "
+            "the safest threshold, Bonferroni over all of them). `disagree` is what that split showed; the columns right "
             f"of it are the {calibration.n_validation:,} texts of the validation split:"
         )
         table = [["quality", "leaves by", "disagree", "agreement", calibration.metric, "kept", "cost", "speed-up"]]
