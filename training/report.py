@@ -328,8 +328,8 @@ def _certified(precision: Precision, calibration: Calibration) -> str:
             "`quality: q` promises that the answer is the last exit's with probability ≥ q. All rows hold at once with "
             f"probability ≥ {1 - calibration.delta:g} over the draw of the {calibration.n_risk:,} texts of the risk "
             "split, which neither training nor the choice of the grid saw (exact binomial test, fixed sequence from "
-            "the safest threshold, Bonferroni over all of them). `disagree` is what that split showed; the columns right "
-            f"of it are the {calibration.n_validation:,} texts of the validation split:"
+            "the safest threshold, Bonferroni over all of them). `disagree` is what that split showed; the columns "
+            f"right of it are the {calibration.n_validation:,} texts of the validation split:"
         )
         table = [["quality", "leaves by", "disagree", "agreement", calibration.metric, "kept", "cost", "speed-up"]]
         for tier in calibrated.certified:
