@@ -367,11 +367,13 @@ def _calibrated(calibration: Calibration) -> str:
         )
         for number, (temperature, before, after) in enumerate(rows, start=1):
             table.append([precision, str(number), f"{temperature:.3f}", f"{before:.4f}", f"{after:.4f}"])
+    own = calibration.n_temperature
+    fitted = f"{own:,} texts of their own" if own else "the validation split (judged by halves)"
     return (
         "## Calibration of the scores\n\n"
-        f"Scores are softmax after the exit's temperature, fitted on {calibration.n_temperature:,} texts and kept only "
-        "where it lowers the loss on the validation split (1 where it does not). Expected calibration error, 15 bins, "
-        f"on the validation split:\n\n{_table(table)}"
+        f"Scores are softmax after the exit's temperature, fitted on {fitted} and kept only where it lowers the loss "
+        "of texts that did not fit it (1 where it does not). Expected calibration error, 15 bins, on such texts of "
+        f"the validation split:\n\n{_table(table)}"
     )
 
 
@@ -395,10 +397,10 @@ def _serving(manifest: Mapping[str, Any], calibration: Calibration, example: str
 
 def _provenance(manifest: Mapping[str, Any], calibration: Calibration) -> str:
     rows = [["", ""], *([key, value] for key, value in _flat(manifest["provenance"]))]
+    own = f"temperature {calibration.n_temperature:,}, " if calibration.n_temperature else ""
     splits = (
-        f"Splits that training never saw: temperature {calibration.n_temperature:,}, validation "
-        f"{calibration.n_validation:,}, risk {calibration.n_risk:,} texts (sha256 of the risk split "
-        f"`{calibration.data_sha256[:16]}…`)."
+        f"Splits that no weight was fitted on: {own}validation {calibration.n_validation:,}, risk "
+        f"{calibration.n_risk:,} texts (sha256 of the risk split `{calibration.data_sha256[:16]}…`)."
     )
     return f"## Data and provenance\n\n{splits}" + (f"\n\n{_table(rows)}" if len(rows) > 1 else "")
 

@@ -1,6 +1,7 @@
 """Temperatures, curves and the certified table from saved logits."""
 
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -17,6 +18,7 @@ from training.calibrate import (
     calibrate_precision,
     choose_criterion,
     choose_temperatures,
+    cross_fit_temperatures,
     disagreeing,
     expected_calibration_error,
     fit_temperature,
@@ -39,17 +41,27 @@ def splits() -> dict[str, tuple[np.ndarray, Split]]:
     return {name: data(n, seed) for seed, (name, n) in enumerate((("temperature", 600), ("risk", 1300), ("val", 900)))}
 
 
+def logits_of(splits: dict[str, tuple[np.ndarray, Split]]) -> SplitLogits:
+    return SplitLogits(splits["val"][0], splits["risk"][0], splits["temperature"][0])
+
+
+def labels_of(splits: dict[str, tuple[np.ndarray, Split]]) -> dict[str, Any]:
+    return {
+        "validation": splits["val"][1],
+        "risk": splits["risk"][1],
+        "temperature": splits["temperature"][1],
+        "metric": "accuracy",
+    }
+
+
 @pytest.fixture(scope="module")
 def calibration(splits: dict[str, tuple[np.ndarray, Split]]) -> Calibration:
-    logits = SplitLogits(splits["temperature"][0], splits["risk"][0], splits["val"][0])
+    logits = logits_of(splits)
     return calibrate(
         {"fp32": logits, "int8": replace(logits, risk=logits.risk[:, :1300:2].repeat(2, axis=1))},
         SHAPE,
-        splits["temperature"][1],
-        splits["risk"][1],
-        splits["val"][1],
-        "accuracy",
-        "ab" * 32,
+        **labels_of(splits),
+        data_sha256="ab" * 32,
         points=40,
     )
 
@@ -83,9 +95,35 @@ def test_a_temperature_that_does_not_help_on_other_texts_is_not_kept() -> None:
     mended = other / np.float32(fitted)
     kept, refused = choose_temperatures(
         np.stack([overconfident[0]] * 2), labels, np.stack([other[0], mended[0]]), other_labels
-    )
+    ).values
     assert kept == pytest.approx(fitted, rel=1e-4)
     assert refused == 1.0
+
+
+def test_without_texts_of_its_own_each_half_of_a_split_judges_the_temperature_of_the_other() -> None:
+    logits, labels, _ = draw(1000, seed=3, sharpness=3.0)
+    found = cross_fit_temperatures(logits, labels)
+    even, odd = slice(0, None, 2), slice(1, None, 2)
+    for index, (temperature, after) in enumerate(zip(found.values, found.error_after, strict=True)):
+        assert temperature == pytest.approx(fit_temperature(logits[index], labels), rel=1e-4)
+        crossed = [
+            logits[index, odd] / fit_temperature(logits[index, even], labels[even]),
+            logits[index, even] / fit_temperature(logits[index, odd], labels[odd]),
+        ]
+        judged = expected_calibration_error(np.concatenate(crossed), np.concatenate([labels[odd], labels[even]]))
+        assert after == pytest.approx(judged, abs=1e-4)
+
+
+def test_a_temperature_that_only_fits_its_own_half_is_not_kept() -> None:
+    # Even texts call for a high temperature, odd ones for a low one: what one half learns harms the other.
+    logits = np.tile(np.array([[2.0, 0.0], [2.0, 0.0]]), (50, 1))[None]
+    labels = np.tile(np.array([0, 1, 0, 0, 0, 1, 0, 0]), 13)[:100]
+    assert cross_fit_temperatures(logits, labels).values == (1.0,)
+
+
+def test_one_text_is_too_few_for_a_temperature() -> None:
+    logits, labels, _ = draw(1)
+    assert cross_fit_temperatures(logits, labels).values == (1.0,) * 6
 
 
 def test_logits_that_are_not_finite_do_not_spoil_the_temperature() -> None:
@@ -158,8 +196,9 @@ def test_patience_runs_from_one_less_than_the_exits_down_to_one() -> None:
 def test_one_exit_alone_has_grids_too() -> None:
     logits, labels, tokens = draw(60, exits=1)
     single = architecture(exits=1)
+    split = Split(labels, tokens)
     one = calibrate_precision(
-        SplitLogits(logits, logits, logits), single, *[Split(labels, tokens)] * 3, "accuracy", qualities=(0.9,)
+        SplitLogits(logits, logits), single, validation=split, risk=split, metric="accuracy", qualities=(0.9,)
     )
     assert [tier.speedup for tier in one.certified] == [1.0]
 
@@ -271,9 +310,8 @@ def test_one_criterion_is_certified_and_the_risk_split_has_no_say_in_which(
     splits: dict[str, tuple[np.ndarray, Split]],
 ) -> None:
     def chosen(risk_logits: np.ndarray) -> set[str]:
-        logits = SplitLogits(splits["temperature"][0], risk_logits, splits["val"][0])
-        arguments = (splits["temperature"][1], splits["risk"][1], splits["val"][1], "accuracy")
-        result = calibrate_precision(logits, SHAPE, *arguments, points=20)
+        logits = replace(logits_of(splits), risk=risk_logits)
+        result = calibrate_precision(logits, SHAPE, **labels_of(splits), points=20)
         return {tier.criterion for tier in result.certified}
 
     risk = splits["risk"][0]
@@ -283,10 +321,9 @@ def test_one_criterion_is_certified_and_the_risk_split_has_no_say_in_which(
 
 
 def test_several_criteria_share_delta_and_the_cheapest_serves(splits: dict[str, tuple[np.ndarray, Split]]) -> None:
-    logits = SplitLogits(splits["temperature"][0], splits["risk"][0], splits["val"][0])
-    arguments = (splits["temperature"][1], splits["risk"][1], splits["val"][1], "accuracy")
-    several = calibrate_precision(logits, SHAPE, *arguments, criteria=("patience", "confidence"), points=40)
-    patience = calibrate_precision(logits, SHAPE, *arguments, criteria=("patience",), points=40)
+    logits, labels = logits_of(splits), labels_of(splits)
+    several = calibrate_precision(logits, SHAPE, **labels, criteria=("patience", "confidence"), points=40)
+    patience = calibrate_precision(logits, SHAPE, **labels, criteria=("patience",), points=40)
     assert all(tier.p_value <= 0.05 / (2 * len(QUALITIES)) for tier in several.certified)
     slow = {tier.quality: tier.mean_cost for tier in patience.certified}
     assert {tier.criterion for tier in several.certified} == {"confidence"}
@@ -297,18 +334,26 @@ def test_several_criteria_share_delta_and_the_cheapest_serves(splits: dict[str, 
 def test_too_few_texts_are_refused_with_the_number_needed(splits: dict[str, tuple[np.ndarray, Split]]) -> None:
     risk_logits, risk = splits["risk"]
     few = Split(risk.labels[:277], risk.tokens[:277])
-    result = calibrate_precision(
-        SplitLogits(splits["temperature"][0], risk_logits[:, :277], splits["val"][0]),
-        SHAPE,
-        splits["temperature"][1],
-        few,
-        splits["val"][1],
-        "accuracy",
-        points=20,
-    )
+    logits = replace(logits_of(splits), risk=risk_logits[:, :277])
+    result = calibrate_precision(logits, SHAPE, **{**labels_of(splits), "risk": few}, points=20)
     refused = {tier.quality: tier.n_needed for tier in result.refused}
     assert refused == {0.995: n_needed(0.005, 0.05 / 6), 0.99: n_needed(0.01, 0.05 / 6)}
     assert {tier.quality for tier in result.certified} == {0.98, 0.97, 0.95, 0.9}
+
+
+def test_without_a_temperature_split_the_validation_split_does_its_work(
+    calibration: Calibration, splits: dict[str, tuple[np.ndarray, Split]]
+) -> None:
+    two = calibrate(
+        {"fp32": replace(logits_of(splits), temperature=None)},
+        SHAPE,
+        **{**labels_of(splits), "temperature": None},
+        data_sha256="ab" * 32,
+        points=40,
+    )
+    assert two.n_temperature == 0
+    assert two.precisions["fp32"].temperatures == pytest.approx(calibration.precisions["fp32"].temperatures, rel=0.2)
+    assert len(two.precisions["fp32"].certified) == len(QUALITIES)
 
 
 def test_a_calibration_survives_its_own_file(calibration: Calibration) -> None:
@@ -316,11 +361,11 @@ def test_a_calibration_survives_its_own_file(calibration: Calibration) -> None:
 
 
 def test_splits_that_do_not_fit_their_logits_are_refused(splits: dict[str, tuple[np.ndarray, Split]]) -> None:
-    logits = SplitLogits(splits["temperature"][0], splits["val"][0], splits["val"][0])
+    logits, labels = logits_of(splits), labels_of(splits)
     with pytest.raises(ValueError, match="risk split: logits of 900 texts, 1300 labels"):
-        calibrate_precision(
-            logits, SHAPE, splits["temperature"][1], splits["risk"][1], splits["val"][1], "accuracy", points=10
-        )
+        calibrate_precision(replace(logits, risk=logits.validation), SHAPE, **labels, points=10)
+    with pytest.raises(ValueError, match="needs both its labels and its logits"):
+        calibrate_precision(replace(logits, temperature=None), SHAPE, **labels, points=10)
     with pytest.raises(ValueError, match="a split of 2 labels and 3 token counts"):
         Split(np.zeros(2, dtype=np.int64), np.ones(3, dtype=np.int64))
     with pytest.raises(ValueError, match="holds no texts"):

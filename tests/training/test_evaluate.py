@@ -17,14 +17,13 @@ from tests.training.synthetic import architecture, draw
 from training.evaluate import (
     GraphError,
     accuracy_gap,
-    confusion,
     curve,
     evaluate,
     exit_scores,
     length_batches,
     measure,
-    metric,
     run_graphs,
+    score,
     standard_error,
 )
 
@@ -58,32 +57,12 @@ def correlation(one: np.ndarray, other: np.ndarray, classes: int) -> float:
     return covariance(x, y) / np.sqrt(covariance(x, x) * covariance(y, y))
 
 
-@pytest.mark.parametrize("classes", [2, 3, 77])
-def test_metrics_are_those_of_their_definitions(classes: int) -> None:
-    rng = np.random.default_rng(classes)
-    labels = rng.integers(classes, size=400)
-    predictions = np.where(rng.random(400) < 0.6, labels, rng.integers(classes, size=400))
-    f1 = []
-    for label in range(classes):
-        hits = ((predictions == label) & (labels == label)).sum()
-        precision, recall = hits / max((predictions == label).sum(), 1), hits / max((labels == label).sum(), 1)
-        f1.append(2 * precision * recall / (precision + recall) if hits else 0.0)
-    assert metric("accuracy", predictions, labels, classes) == pytest.approx((predictions == labels).mean())
-    assert metric("matthews", predictions, labels, classes) == pytest.approx(correlation(labels, predictions, classes))
-    assert metric("f1", predictions, labels, classes) == pytest.approx(f1[1] if classes == 2 else np.mean(f1))
-
-
-def test_one_answer_for_everything_has_no_correlation() -> None:
-    labels = np.array([0, 1, 1, 0])
-    assert metric("matthews", np.ones(4, dtype=np.int64), labels, 2) == 0.0
-    assert metric("f1", np.zeros(4, dtype=np.int64), labels, 2) == 0.0
-
-
 def test_an_answer_from_logits_that_were_not_finite_is_wrong_and_no_class() -> None:
-    labels, predictions = np.array([0, 1, 1]), np.array([0, 1, -1])
-    assert metric("accuracy", predictions, labels, 2) == pytest.approx(2 / 3)
-    assert metric("f1", predictions, labels, 2) == pytest.approx(2 / 3)
-    assert confusion(predictions, labels, 2).tolist() == [[1, 0, 0], [0, 1, 1]]
+    labels, predictions = np.array([0, 1, 1, 0]), np.array([0, 1, -1, -1])
+    assert score("accuracy", predictions, labels) == pytest.approx(0.5)
+    assert score("f1", predictions, labels) == pytest.approx(2 / 3)
+    # A third answer that is never right.
+    assert score("matthews", predictions, labels) == pytest.approx(correlation(np.array([0, 1, 2, 2]), labels, 3))
 
 
 def test_the_standard_error_is_what_resampling_the_texts_gives() -> None:
@@ -91,17 +70,13 @@ def test_the_standard_error_is_what_resampling_the_texts_gives() -> None:
     labels = rng.integers(2, size=500)
     predictions = np.where(rng.random(500) < 0.8, labels, 1 - labels)
     for name in ("accuracy", "matthews", "f1"):
-        resampled = [metric(name, predictions[i], labels[i], 2) for i in rng.integers(500, size=(1000, 500))]
-        assert standard_error(name, predictions, labels, 2) == pytest.approx(np.std(resampled), rel=0.15)
+        resampled = [score(name, predictions[i], labels[i]) for i in rng.integers(500, size=(1000, 500))]
+        assert standard_error(name, predictions, labels) == pytest.approx(np.std(resampled), rel=0.15)
 
 
-def test_unknown_metrics_and_labels_out_of_range_are_refused() -> None:
-    with pytest.raises(ValueError, match="metric must be one of accuracy, matthews, f1, not 'bleu'"):
-        metric("bleu", np.zeros(2, dtype=np.int64), np.zeros(2, dtype=np.int64), 2)
-    with pytest.raises(ValueError, match="labels must lie between 0 and 1"):
-        metric("accuracy", np.zeros(2, dtype=np.int64), np.array([0, 2]), 2)
+def test_arrays_of_different_length_have_no_score() -> None:
     with pytest.raises(ValueError, match="differ in length: 3 and 2"):
-        metric("accuracy", np.zeros(3, dtype=np.int64), np.array([0, 1]), 2)
+        score("accuracy", np.zeros(3, dtype=np.int64), np.array([0, 1]))
 
 
 # --- running graphs --------------------------------------------------------------------------------------------------
@@ -231,15 +206,15 @@ def test_scores_are_those_of_leaving_every_text_at_one_exit() -> None:
     logits, labels, tokens = draw(300)
     shape = architecture()
     scores = exit_scores(measure(logits, [2.0] * 6, labels, tokens, shape, "matthews"))
-    for index, score in enumerate(scores):
+    for index, row in enumerate(scores):
         answers = logits[index].argmax(axis=-1)
-        assert score.exit == index + 1
-        assert score.metrics["accuracy"] == pytest.approx((answers == labels).mean(), abs=1e-6)
-        assert score.metrics["matthews"] == pytest.approx(correlation(labels, answers, 2), abs=1e-6)
-        p = score.metrics["accuracy"]
-        assert score.standard_errors["accuracy"] == pytest.approx(np.sqrt(p * (1 - p) / 300), abs=1e-6)
+        assert row.exit == index + 1
+        assert row.metrics["accuracy"] == pytest.approx((answers == labels).mean(), abs=1e-6)
+        assert row.metrics["matthews"] == pytest.approx(correlation(labels, answers, 2), abs=1e-6)
+        p = row.metrics["accuracy"]
+        assert row.standard_errors["accuracy"] == pytest.approx(np.sqrt(p * (1 - p) / 300), abs=1e-6)
         literal = np.mean([exit_costs(shape, int(count))[index] for count in tokens])
-        assert score.cost_in_layers == pytest.approx(literal, abs=1e-6)
+        assert row.cost_in_layers == pytest.approx(literal, abs=1e-6)
 
 
 def test_the_accuracy_gap_counts_what_was_lost_and_what_was_won_by_leaving_early() -> None:

@@ -18,8 +18,17 @@ from training.report import bundle_plot, model_card
 def calibration() -> Calibration:
     parts = [draw(n, seed=seed) for seed, n in enumerate((300, 700, 500))]
     splits = [Split(labels, tokens) for _, labels, tokens in parts]
-    logits = SplitLogits(*(part[0] for part in parts))
-    return calibrate({"fp32": logits, "int8": logits}, architecture(), *splits, "accuracy", "c0ffee" * 10, points=30)
+    logits = SplitLogits(temperature=parts[0][0], risk=parts[1][0], validation=parts[2][0])
+    return calibrate(
+        {"fp32": logits, "int8": logits},
+        architecture(),
+        temperature=splits[0],
+        risk=splits[1],
+        validation=splits[2],
+        metric="accuracy",
+        data_sha256="c0ffee" * 10,
+        points=30,
+    )
 
 
 def scores(split: str, n: int, precision: PrecisionCalibration) -> dict[str, Any]:
@@ -186,7 +195,12 @@ def test_a_model_with_one_exit_and_no_tier_can_still_be_drawn(
     single = architecture(exits=1)
     split = Split(labels, tokens)
     calibrated = calibrate(
-        {"fp32": SplitLogits(logits, logits, logits)}, single, split, split, split, "accuracy", "0" * 64
+        {"fp32": SplitLogits(logits, logits)},
+        single,
+        validation=split,
+        risk=split,
+        metric="accuracy",
+        data_sha256="0" * 64,
     )
     rows = exit_scores(measure(logits, np.ones(1), labels, tokens, single, "accuracy"))
     one = {
@@ -196,4 +210,6 @@ def test_a_model_with_one_exit_and_no_tier_can_still_be_drawn(
         "scores": [{"split": "dev", "n": 40, "per_exit": {"fp32": [row.model_dump(mode="json") for row in rows]}}],
     }
     assert bundle_plot(one, calibrated).startswith(b"\x89PNG")
-    assert "with 1 exit on" in model_card(one, calibrated)
+    card = model_card(one, calibrated)
+    assert "with 1 exit on" in card
+    assert "fitted on the validation split (judged by halves)" in card
