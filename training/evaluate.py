@@ -101,7 +101,7 @@ def run_graphs(
                     f"{path}: logits of shape {list(answer.shape)}, not {[len(rows), architecture.num_labels]}"
                 )
             logits[index, rows] = answer
-            feeds = {**outputs, "attention_mask": mask}
+            feeds = {name.removeprefix("next_"): array for name, array in outputs.items()} | {"attention_mask": mask}
         if progress is not None:
             progress(len(rows))
     return logits

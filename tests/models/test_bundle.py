@@ -372,9 +372,9 @@ def test_a_written_bundle_can_be_read_by_others(path: Path) -> None:
 def test_segments_pass_on_keys_and_values_after_a_peek_only() -> None:
     assert segment_io(ARCHITECTURE, 1) == (
         ("input_ids", "position_ids", "attention_mask", "token_type_ids"),
-        ("logits", "hidden", "key", "value"),
+        ("logits", "next_hidden", "next_key", "next_value"),
     )
-    assert segment_io(ARCHITECTURE, 2) == (("hidden", "key", "value", "attention_mask"), ("logits", "hidden"))
+    assert segment_io(ARCHITECTURE, 2) == (("hidden", "key", "value", "attention_mask"), ("logits", "next_hidden"))
     assert segment_io(ARCHITECTURE, 3) == (("hidden", "attention_mask"), ("logits",))
 
 

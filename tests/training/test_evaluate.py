@@ -1,5 +1,7 @@
 """Exported graphs run as the server runs them, and what a split says is what a loop over its texts says."""
 
+import json
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -7,25 +9,35 @@ import onnx
 import onnx.parser
 import pytest
 from onnx import numpy_helper
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
+from tokenizers.pre_tokenizers import Whitespace
+from tokenizers.processors import TemplateProcessing
 
 from models.architecture import Architecture, ExitSpec
-from models.bundle import PrecisionCalibration, Tier
+from models.bundle import Bundle, PrecisionCalibration, Tier, write_bundle
 from models.costs import exit_costs
 from models.exits import Policy, first_exit
-from models.tokenization import Encoded
+from models.tokenization import Encoded, TextEncoder
+from tests.training.reference import random_weights, small_architecture
 from tests.training.synthetic import architecture, draw
+from training.calibrate import Split, SplitLogits, calibrate
+from training.data import DataError, Example, Table, tokenize
 from training.evaluate import (
     GraphError,
     accuracy_gap,
     curve,
     evaluate,
+    evaluate_bundle,
     exit_scores,
     length_batches,
     measure,
+    run_bundle,
     run_graphs,
     score,
     standard_error,
 )
+from training.export import export_graphs
 
 HIDDEN, LABELS, VOCAB, LENGTH = 8, 3, 20, 12
 TINY = Architecture(
@@ -105,11 +117,11 @@ POOL = """
 """
 FIRST = """<ir_version: 9, opset_import: ["": 17]>
 first (int64[B, S] input_ids, int64[B, S] position_ids, int64[B, S] attention_mask, int64[B, S] token_type_ids)
-    => (float[B, K] logits, float[B, S, H] hidden) {
+    => (float[B, K] logits, float[B, S, H] next_hidden) {
     w = Gather (word, input_ids)
     p = Gather (position, position_ids)
     t = Gather (type, token_type_ids)
-    hidden = Sum (w, p, t)
+    next_hidden = Sum (w, p, t)
 """
 SECOND = """<ir_version: 9, opset_import: ["": 17]>
 second (float[B, S, H] hidden, int64[B, S] attention_mask) => (float[B, K] logits) {
@@ -125,7 +137,7 @@ def save_graphs(folder: Path, head: np.ndarray | None = None) -> list[Path]:
         values["head"] = head
     paths = []
     for number, text in enumerate(
-        (FIRST + POOL.replace("STATE", "hidden"), SECOND + POOL.replace("STATE", "deeper")), 1
+        (FIRST + POOL.replace("STATE", "next_hidden"), SECOND + POOL.replace("STATE", "deeper")), 1
     ):
         model = onnx.parser.parse_model(text + "}")
         used = {name for node in model.graph.node for name in node.input}
@@ -197,6 +209,111 @@ def test_logits_of_another_width_are_found(tmp_path: Path) -> None:
     paths = save_graphs(tmp_path, head=np.zeros((HIDDEN, 5), dtype=np.float32))
     with pytest.raises(GraphError, match=r"segment_1\.onnx: logits of shape \[2, 5\], not \[2, 3\]"):
         run_graphs(paths, TINY, some_texts(2))
+
+
+# --- a bundle of real graphs ----------------------------------------------------------------------------------------
+
+
+WORDS = [f"w{number}" for number in range(97)]
+
+
+@pytest.fixture(scope="module")
+def bundle(tmp_path_factory: pytest.TempPathFactory) -> Bundle:
+    """Random weights, four layers, three exits, both precisions, calibrated on random texts."""
+    folder = tmp_path_factory.mktemp("real")
+    shape = small_architecture([(0, "peek"), (2, "mean"), (3, "peek")])
+    tokenizer = Tokenizer(WordLevel({w: n for n, w in enumerate(["[UNK]", "[CLS]", "[SEP]", *WORDS])}, "[UNK]"))
+    tokenizer.pre_tokenizer = Whitespace()
+    tokenizer.post_processor = TemplateProcessing(
+        single="[CLS] $A [SEP]",
+        pair="[CLS] $A [SEP] $B:1 [SEP]:1",
+        special_tokens=[("[CLS]", 1), ("[SEP]", 2)],
+    )
+    graphs = export_graphs(shape, random_weights(shape), folder / "graphs", ("fp32", "int8"))
+    encoder = TextEncoder(tokenizer, shape.max_length)
+    splits = {name: tokenize(table(120, seed).examples, ("a", "b", "c"), encoder) for seed, name in enumerate("vr")}
+    logits = {
+        precision: SplitLogits(*(run_graphs(paths, shape, splits[name].texts, threads=1) for name in "vr"))
+        for precision, paths in graphs.items()
+    }
+    parts = {name: Split(split.labels, np.array([len(text) for text in split.texts])) for name, split in splits.items()}
+    manifest = {
+        "name": "random",
+        "version": "1",
+        "task": "none",
+        "labels": ["a", "b", "c"],
+        "takes_pairs": False,
+        "architecture": shape.model_dump(mode="json"),
+        "exit_costs": [1.0, 2.0, 3.0],
+        "mean_tokens": 8.0,
+        "default_precision": "int8",
+        "scores": [],
+        "provenance": {},
+        "licence": "none",
+    }
+    return write_bundle(
+        folder / "bundle",
+        manifest=manifest,
+        calibration=calibrate(
+            logits,
+            shape,
+            validation=parts["v"],
+            risk=parts["r"],
+            metric="accuracy",
+            data_sha256="0" * 64,
+            qualities=(0.5, 0.7),
+            points=12,
+        ),
+        tokenizer_json=tokenizer.to_str(),
+        graphs=graphs,
+        readme="",
+    )
+
+
+def table(n: int, seed: int) -> Table:
+    rng = np.random.default_rng(seed)
+    texts = [" ".join(rng.choice(WORDS, size=rng.integers(1, 30))) for _ in range(n)]
+    examples = tuple(
+        Example(text=text, pair=None, label=str(rng.choice(["a", "b", "c"])), row=row)
+        for row, text in enumerate(texts, start=1)
+    )
+    return Table(source="texts.csv", examples=examples)
+
+
+def test_a_text_has_the_same_fp32_logits_alone_and_in_a_batch_of_real_graphs(bundle: Bundle) -> None:
+    texts = [bundle.encoder.encode(example.text) for example in table(12, 5).examples]
+    together = run_bundle(bundle, "fp32", texts, threads=1)
+    alone = np.concatenate([run_bundle(bundle, "fp32", [text], threads=1) for text in texts], axis=1)
+    assert together == pytest.approx(alone, abs=1e-4)
+
+
+def test_a_bundle_is_evaluated_in_each_precision_by_its_own_calibration(bundle: Bundle) -> None:
+    labelled = table(60, 9)
+    found = evaluate_bundle(bundle.path, labelled)
+    assert list(found["precisions"]) == ["fp32", "int8"]
+    encoded = [bundle.encoder.encode(example.text) for example in labelled.examples]
+    labels = np.array(["abc".index(example.label) for example in labelled.examples])
+    for precision, summary in found["precisions"].items():
+        calibration = bundle.calibration.precisions[precision]
+        logits = run_bundle(bundle, precision, encoded, threads=1)
+        accuracies = [row["metrics"]["accuracy"] for row in summary["per_exit"]]
+        assert accuracies == pytest.approx((logits.argmax(axis=-1) == labels).mean(axis=-1), abs=1e-6)
+        assert len(summary["tiers"]) == len(calibration.certified) > 0
+        for tier, row in zip(calibration.certified, summary["tiers"], strict=True):
+            chosen = first_exit(logits, calibration.temperatures, Policy(tier.criterion, tier.threshold))
+            answers = logits[chosen, np.arange(60)].argmax(axis=-1)
+            assert row["agreement"] == pytest.approx((answers == logits[-1].argmax(axis=-1)).mean(), abs=1e-6)
+    json.dumps(found)
+
+
+def test_texts_that_a_bundle_cannot_take_are_refused_by_row_or_by_kind(bundle: Bundle) -> None:
+    fine = table(2, 1)
+    strange = replace(fine, examples=(fine.examples[0], replace(fine.examples[1], label="d")))
+    with pytest.raises(DataError, match=r"texts\.csv, row 2: label 'd' is not among"):
+        evaluate_bundle(bundle, strange)
+    pairs = replace(fine, examples=tuple(replace(example, pair="w1") for example in fine.examples))
+    with pytest.raises(DataError, match=r"texts\.csv: random takes single texts"):
+        evaluate_bundle(bundle, pairs)
 
 
 # --- what a split says -----------------------------------------------------------------------------------------------
