@@ -62,7 +62,9 @@ class Architecture(BaseModel):
         depth = -1
         for position, spec in enumerate(self.exits, start=1):
             if spec.number != position:
-                raise ValueError(f"exits must be numbered 1, 2, ... without gaps; position {position} holds {spec.number}")
+                raise ValueError(
+                    f"exits must be numbered 1, 2, ... without gaps; position {position} holds {spec.number}"
+                )
             # Two exits after one layer would need a peek and a pooled head side by side; nothing gains from that.
             if spec.after_layer <= depth:
                 raise ValueError(f"exit {spec.number} must read a deeper layer than the exit before it")

@@ -13,6 +13,7 @@ import os
 import shutil
 import tempfile
 from collections.abc import Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, Literal, Self, TypeVar
 
@@ -44,11 +45,13 @@ class GraphFile(_Record):
 
 
 class ExitScore(_Record):
-    """An exit by itself on the evaluation split: every text leaves there. Metrics lie in [0, 1] (Matthews in [-1, 1])."""
+    """An exit by itself on the evaluation split, where every text leaves there. Metrics lie in [0, 1] (Matthews in
+    [-1, 1])."""
 
     exit: int
     cost_in_layers: float = Field(description="mean over the evaluation split, units of one whole layer")
     metrics: dict[str, float]
+    standard_errors: dict[str, float] = Field(default={}, description="sampling error of each metric on that split")
 
 
 class Scores(_Record):
@@ -144,8 +147,8 @@ class PrecisionCalibration(_Record):
 
 
 class Calibration(_Record):
-    """``metric`` names the task metric in the curves. Splits are counted in texts; ``delta`` is δ of all tiers together;
-    ``data_sha256`` identifies the risk split."""
+    """``metric`` names the task metric in the curves. Splits are counted in texts; ``delta`` is δ of all tiers
+    together; ``data_sha256`` identifies the risk split."""
 
     metric: str
     delta: float
@@ -160,7 +163,8 @@ def segment_io(architecture: Architecture, segment: int) -> tuple[tuple[str, ...
     """Names of the inputs and outputs of segment ``segment`` (1 = first; it ends in the exit of that number).
 
     State that crosses from one segment to the next is ``hidden [B, S, H]``, and ``key``, ``value`` ``[B, S, H]`` of the
-    next layer where the exit before was a ``peek``.
+    next layer where the exit before was a ``peek``. One ONNX graph can't use a name twice, so state leaves as
+    ``next_hidden``, ``next_key``, ``next_value`` and enters the next segment without the prefix; the order is the same.
     """
     exits = architecture.exits
     if segment == 1:
@@ -171,12 +175,12 @@ def segment_io(architecture: Architecture, segment: int) -> tuple[tuple[str, ...
         inputs = (*state_names(architecture, segment - 1), "attention_mask")
     outputs: tuple[str, ...] = ("logits",)
     if segment < len(exits):
-        outputs += state_names(architecture, segment)
+        outputs += tuple(f"next_{name}" for name in state_names(architecture, segment))
     return inputs, outputs
 
 
 def state_names(architecture: Architecture, segment: int) -> tuple[str, ...]:
-    """Names of the state that segment ``segment`` leaves for the next one."""
+    """Names under which the state that segment ``segment`` leaves enters the next one."""
     peeked = architecture.exits[segment - 1].head == "peek"
     return ("hidden", "key", "value") if peeked else ("hidden",)
 
@@ -256,8 +260,8 @@ def write_bundle(
     """Writes a bundle at ``target`` in one step and returns it loaded (so verified).
 
     ``manifest`` holds :class:`Manifest`'s fields but ``format_version``, ``precisions`` and ``files``, which are filled
-    in here; ``graphs`` gives for each precision the files of segments 1, 2, ...; ``extra`` holds further files (plots of
-    the model card) by relative path. Raises :class:`BundleError` where ``target`` exists and ``replace`` is false.
+    in here; ``graphs`` gives for each precision the files of segments 1, 2, ...; ``extra`` holds further files (plots
+    of the model card) by relative path. Raises :class:`BundleError` where ``target`` exists and ``replace`` is false.
     """
     target = Path(target)
     if target.exists() and not replace:
@@ -288,8 +292,8 @@ def write_bundle(
         for name, content in (extra or {}).items():
             (work / name).parent.mkdir(parents=True, exist_ok=True)
             (work / name).write_bytes(content)
-        files = {name: sha256_of(work / name) for name in ("tokenizer.json", "calibration.json")}
-        document = {"format_version": FORMAT_VERSION, **manifest, "precisions": precisions, "files": files}
+        sums = {name: sha256_of(work / name) for name in ("tokenizer.json", "calibration.json")}
+        document = {"format_version": FORMAT_VERSION, **manifest, "precisions": precisions, "files": sums}
         checked = _validate(Manifest, document, target / "manifest.json")
         (work / "manifest.json").write_text(checked.model_dump_json(indent=1) + "\n", encoding="utf-8")
         Bundle.load(work)
@@ -301,13 +305,23 @@ def write_bundle(
 
 
 def _swap(work: Path, target: Path) -> None:
-    """Puts ``work`` in ``target``'s place. A rename cannot replace a filled folder, so the old one steps aside first."""
+    """Puts ``work`` in ``target``'s place. A rename cannot replace a filled folder, so the old one steps aside."""
     if not target.exists():
         os.rename(work, target)
         return
     aside = Path(tempfile.mkdtemp(prefix=f".{target.name}.old.", dir=target.parent))
-    os.rename(target, aside / "bundle")
-    os.rename(work, target)
+    try:
+        os.rename(target, aside / "bundle")
+        try:
+            os.rename(work, target)
+        except BaseException:
+            os.rename(aside / "bundle", target)
+            raise
+    except BaseException:
+        # rmdir, not rmtree: an old bundle that could not be put back must not be deleted.
+        with suppress(OSError):
+            aside.rmdir()
+        raise
     shutil.rmtree(aside, ignore_errors=True)
 
 

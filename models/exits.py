@@ -96,7 +96,7 @@ class Verdict:
 def judge(logits: NDArray[np.floating], temperature: float | Floats = 1.0) -> Verdict:
     """Turns an exit's ``logits [B, K]`` into a :class:`Verdict`."""
     raw = np.asarray(logits, dtype=np.float64)
-    finite = np.isfinite(raw).all(axis=-1)
+    finite = np.asarray(np.isfinite(raw).all(axis=-1))
     probabilities = softmax(np.where(finite[..., None], raw, np.nan), temperature)
     # argmax of the logits, not of the probabilities: two probabilities can round to the same number.
     labels = np.where(finite, np.argmax(np.where(finite[..., None], raw, 0.0), axis=-1), -1).astype(np.int64)
@@ -121,17 +121,22 @@ class _Code(IntEnum):
 _CODES: dict[str, _Code] = {"confidence": _Code.CONFIDENCE, "entropy": _Code.ENTROPY, "patience": _Code.PATIENCE}
 
 
+def _met(code: Ints, threshold: Floats, confidence: Floats, entropy: Floats, streak: Ints, finite: Bools) -> Bools:
+    """The rule itself: whether a criterion (as ``code``) is met at ``threshold``. All arguments broadcast."""
+    with np.errstate(invalid="ignore"):
+        by_code = np.select(
+            [code == _Code.CONFIDENCE, code == _Code.ENTROPY],
+            [confidence >= threshold, entropy <= threshold],
+            default=streak >= threshold,
+        )
+    return np.asarray(by_code, dtype=np.bool_) & finite
+
+
 def sure(verdict: Verdict, streak: Ints, policies: Sequence[Policy]) -> Bools:
     """Which rows ``[B]`` their own policy calls sure enough, min and max exit left aside. NaN is never sure."""
     code = np.fromiter((_CODES[p.criterion] for p in policies), dtype=np.int64, count=len(policies))
     threshold = np.fromiter((p.threshold for p in policies), dtype=np.float64, count=len(policies))
-    with np.errstate(invalid="ignore"):
-        by_code = np.select(
-            [code == _Code.CONFIDENCE, code == _Code.ENTROPY],
-            [verdict.confidence >= threshold, verdict.entropy <= threshold],
-            default=streak >= threshold,
-        )
-    return np.asarray(by_code, dtype=np.bool_) & verdict.finite
+    return _met(code, threshold, verdict.confidence, verdict.entropy, streak, verdict.finite)
 
 
 def decide(
@@ -156,24 +161,61 @@ def decide(
     return reasons
 
 
-def first_exit(logits: NDArray[np.floating], temperatures: Floats, policy: Policy) -> Ints:
-    """Index ``[N]`` (from 0) of the exit that each text leaves at, given all exits' ``logits [E, N, K]``.
+@dataclass(frozen=True, slots=True)
+class Judged:
+    """What every exit says of every text, whatever the policy: ``labels``, ``confidence``, ``entropy``, ``streak`` and
+    ``finite``, each ``[E, N]``. Judged once, it answers for any number of thresholds."""
 
-    The offline twin of :func:`decide`, for calibration: it calls the same functions, exit by exit.
-    """
-    exits, texts = logits.shape[:2]
-    chosen = np.full(texts, exits - 1, dtype=np.int64)
-    staying = np.ones(texts, dtype=np.bool_)
-    previous = np.full(texts, -1, dtype=np.int64)
-    streak = np.zeros(texts, dtype=np.int64)
-    policies = [policy] * texts
-    for index in range(exits - 1):
-        verdict = judge(logits[index], float(temperatures[index]))
+    labels: Ints
+    confidence: Floats
+    entropy: Floats
+    streak: Ints
+    finite: Bools
+
+
+def judge_all(logits: NDArray[np.floating], temperatures: Floats | Sequence[float]) -> Judged:
+    """All exits' ``logits [E, N, K]``, each at its temperature ``[E]``, exit by exit as the server sees them."""
+    if len(temperatures) != len(logits):
+        raise ValueError(f"{len(temperatures)} temperatures for {len(logits)} exits")
+    previous = np.full(logits.shape[1], -1, dtype=np.int64)
+    streak = np.zeros(logits.shape[1], dtype=np.int64)
+    verdicts, streaks = [], []
+    for exit_logits, temperature in zip(logits, temperatures, strict=True):
+        verdict = judge(exit_logits, float(temperature))
         streak = agree(verdict.labels, previous, streak)
         previous = verdict.labels
-        leave = staying & (index + 1 >= policy.min_exit) & sure(verdict, streak, policies)
-        if policy.max_exit is not None and index + 1 >= policy.max_exit:
-            leave = staying
-        chosen[leave] = index
-        staying = staying & ~leave
-    return chosen
+        verdicts.append(verdict)
+        streaks.append(streak)
+    return Judged(
+        labels=np.stack([verdict.labels for verdict in verdicts]),
+        confidence=np.stack([verdict.confidence for verdict in verdicts]),
+        entropy=np.stack([verdict.entropy for verdict in verdicts]),
+        streak=np.stack(streaks),
+        finite=np.stack([verdict.finite for verdict in verdicts]),
+    )
+
+
+def leave_at(judged: Judged, policy: Policy) -> Ints:
+    """Index ``[N]`` (from 0) of the exit that each text leaves at under ``policy``.
+
+    The offline twin of :func:`decide`, for calibration: the same rule, all exits and texts at once.
+    """
+    exits = judged.labels.shape[0]
+    leave = _met(
+        np.asarray(int(_CODES[policy.criterion])),
+        np.asarray(policy.threshold),
+        judged.confidence,
+        judged.entropy,
+        judged.streak,
+        judged.finite,
+    )
+    leave[: policy.min_exit - 1] = False
+    if policy.max_exit is not None:
+        leave[policy.max_exit - 1 :] = True
+    leave[exits - 1] = True
+    return np.argmax(leave, axis=0).astype(np.int64)
+
+
+def first_exit(logits: NDArray[np.floating], temperatures: Floats | Sequence[float], policy: Policy) -> Ints:
+    """:func:`leave_at` straight from all exits' ``logits [E, N, K]`` and ``temperatures [E]``."""
+    return leave_at(judge_all(logits, temperatures), policy)

@@ -49,7 +49,7 @@ class TextEncoder:
     def encode(self, text: str, pair: str | None = None) -> Encoded:
         """Ids of ``text`` (and ``pair``), cut to ``max_length`` tokens from the right.
 
-        A pair that is too long loses tokens from its longer side first, one at a time, as ``longest_first`` does.
+        A pair that is too long loses tokens from its longer side first, as ``longest_first`` of ``tokenizers`` does.
         """
         first = self._tokenizer.encode(text, add_special_tokens=False)
         if pair is None:
@@ -72,14 +72,15 @@ class TextEncoder:
 
 
 def _longest_first(first: int, second: int, room: int) -> tuple[int, int]:
-    """Lengths after cutting the longer side down first, then both evenly; ties cut the second side."""
-    excess = first + second - room
-    if excess <= 0:
+    """Lengths after cutting a pair to ``room`` tokens, as ``tokenizers`` does for ``longest_first``.
+
+    Only the longer side is cut while that is enough; else both get half, and an odd token goes to the longer side
+    (``utils/truncation.rs``: to the second where both are equal).
+    """
+    if first + second <= room:
         return first, second
-    cut = min(excess, abs(first - second))
-    if first > second:
-        first -= cut
-    else:
-        second -= cut
-    excess -= cut
-    return first - excess // 2, second - (excess - excess // 2)
+    short, long = min(first, second), max(first, second)
+    long = max(short, room - short)
+    if short + long > room:
+        short, long = room // 2, room - room // 2
+    return (long, short) if first > second else (short, long)

@@ -1,0 +1,288 @@
+"""Calibration: temperatures, curves and the certified table, from the logits of the exported graphs.
+
+Three splits that training never saw, each with one use, so that no number is judged by the texts that chose it:
+- ``temperature`` fits the temperature of each exit;
+- ``validation`` says whether the temperature helps, gives the threshold grids and the curves, and picks the criterion;
+- ``risk`` is looked at once, to certify (section "Certified quality" of the design).
+"""
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+from scipy.optimize import minimize_scalar
+from scipy.special import logsumexp
+
+from models.architecture import Architecture
+from models.bundle import Calibration, CurvePoint, Precision, PrecisionCalibration, RefusedTier, Tier
+from models.exits import CRITERIA, Criterion, Judged, Policy, judge_all, leave_at, softmax
+from training.evaluate import Measured, curve, measure
+from training.risk import DELTA, QUALITIES, certify
+
+Ints = NDArray[np.int64]
+Floats = NDArray[np.float64]
+
+# A temperature outside this range says that the split is too small or separable, not that the network is that unsure.
+TEMPERATURE_RANGE = (0.05, 20.0)
+GRID = 120
+BINS = 15
+
+
+@dataclass(frozen=True, slots=True)
+class Split:
+    """The texts of one split: true ``labels [N]`` and ``tokens [N]``, special tokens included."""
+
+    labels: Ints
+    tokens: Ints
+
+    def __post_init__(self) -> None:
+        if len(self.labels) != len(self.tokens):
+            raise ValueError(f"a split of {len(self.labels)} labels and {len(self.tokens)} token counts")
+        if not len(self.labels):
+            raise ValueError("a split holds no texts")
+
+
+@dataclass(frozen=True, slots=True)
+class SplitLogits:
+    """What one precision's graphs said: logits ``[E, N, K]`` on each split."""
+
+    temperature: NDArray[np.floating]
+    risk: NDArray[np.floating]
+    validation: NDArray[np.floating]
+
+
+# --- temperature -----------------------------------------------------------------------------------------------------
+
+
+def negative_log_likelihood(logits: NDArray[np.floating], labels: Ints, temperature: float = 1.0) -> float:
+    """Mean negative log-likelihood in nats of ``labels [N]`` under ``logits [N, K]`` divided by ``temperature``.
+
+    Texts with a logit that is not finite are left out: no temperature helps them. NaN where none is left."""
+    finite = np.isfinite(logits).all(axis=-1)
+    if not finite.any():
+        return float("nan")
+    scaled = np.asarray(logits[finite], dtype=np.float64) / temperature
+    chosen = scaled[np.arange(len(scaled)), labels[finite]]
+    return float((logsumexp(scaled, axis=-1) - chosen).mean())
+
+
+def fit_temperature(logits: NDArray[np.floating], labels: Ints) -> float:
+    """Temperature that minimises the NLL of ``logits [N, K]`` (Guo et al. 2017, arXiv 1706.04599, section 4.2).
+
+    The NLL is convex in 1/T, so one bounded search in log T finds it."""
+    low, high = np.log(TEMPERATURE_RANGE)
+    found = minimize_scalar(
+        lambda log_t: negative_log_likelihood(logits, labels, float(np.exp(log_t))),
+        bounds=(low, high),
+        method="bounded",
+    )
+    temperature = float(np.exp(found.x))
+    return temperature if np.isfinite(found.fun) else 1.0
+
+
+def choose_temperatures(
+    fit_logits: NDArray[np.floating], fit_labels: Ints, held_logits: NDArray[np.floating], held_labels: Ints
+) -> tuple[float, ...]:
+    """Temperature per exit from ``fit_logits [E, N, K]``; 1.0 where it does not lower the NLL on ``held_logits``
+    ``[E, N', K]``, which must not be the texts that fitted it."""
+    chosen = []
+    for fit, held in zip(fit_logits, held_logits, strict=True):
+        temperature = round(fit_temperature(fit, fit_labels), 6)
+        helps = negative_log_likelihood(held, held_labels, temperature) < negative_log_likelihood(held, held_labels)
+        chosen.append(temperature if helps else 1.0)
+    return tuple(chosen)
+
+
+def expected_calibration_error(
+    logits: NDArray[np.floating], labels: Ints, temperature: float = 1.0, bins: int = BINS
+) -> float:
+    """Mean gap between confidence and accuracy over ``bins`` equal-width bins of confidence, weighted by their texts
+    (Guo et al. 2017, equation 3), of ``logits [N, K]``. Texts whose logits are not finite are left out."""
+    finite = np.isfinite(logits).all(axis=-1)
+    if not finite.any():
+        return float("nan")
+    probabilities = softmax(logits[finite], temperature)
+    confidence = probabilities.max(axis=-1)
+    right = probabilities.argmax(axis=-1) == labels[finite]
+    # Bins are (low, high], as in the paper.
+    place = np.clip(np.ceil(confidence * bins).astype(np.int64) - 1, 0, bins - 1)
+    gap = np.bincount(place, weights=right - confidence, minlength=bins)
+    return float(np.abs(gap).sum() / len(confidence))
+
+
+# --- thresholds ------------------------------------------------------------------------------------------------------
+
+
+def threshold_grid(judged: Judged, criterion: Criterion, classes: int, points: int = GRID) -> tuple[float, ...]:
+    """Thresholds from the safest to the boldest, spaced by the quantiles of what the early exits of ``judged`` said.
+
+    Quantiles put the thresholds where texts are: a fixed step would spend most of the grid where nothing changes and
+    jump over the confident end. Ends are fixed: confidence 1 (only certainty leaves) to 1/K (all leave at the first
+    exit), entropy 0 to 1, patience ``E - 1`` (nobody leaves) to 1. ``judged`` must not be the risk split.
+    """
+    exits = len(judged.labels)
+    if criterion == "patience":
+        return tuple(float(steps) for steps in range(max(exits - 1, 1), 0, -1))
+    scores = judged.confidence if criterion == "confidence" else 1 - judged.entropy
+    ends = np.array([1.0, 1 / classes]) if criterion == "confidence" else np.array([1.0, 0.0])
+    early = scores[:-1][judged.finite[:-1]]
+    levels = np.quantile(early, np.linspace(0, 1, points)) if early.size else np.empty(0)
+    # Six digits from the safe end, so that 0.99999731 does not become 1.
+    distance = 1 - np.concatenate([levels, ends])
+    rounded = np.array([float(f"{value:.5e}") for value in np.clip(distance, 0, ends[0] - ends[1])])
+    rounded = np.unique(np.where(rounded < 1e-9, 0.0, rounded))
+    if criterion == "entropy":
+        return tuple(float(value) for value in rounded)
+    grid = [round(1 - float(value), 12) for value in rounded]
+    # The boldest is rounded down, never up: at 1/K every text must leave.
+    return (*grid[:-1], math.floor(1e6 / classes) / 1e6)
+
+
+# --- the whole -------------------------------------------------------------------------------------------------------
+
+
+def choose_criterion(curves: Mapping[Criterion, Sequence[CurvePoint]], qualities: Sequence[float]) -> Criterion:
+    """The criterion that is cheapest at equal agreement, on the split that the curves come from.
+
+    For each quality the boldest point before the agreement first falls below it, as certification walks; the lowest
+    mean of those costs over the qualities wins, ties by the order of ``CRITERIA``.
+    """
+    totals = {
+        criterion: sum(_cheapest_path(curves[criterion], quality) for quality in qualities)
+        for criterion in CRITERIA
+        if criterion in curves
+    }
+    return min(totals, key=lambda criterion: totals[criterion])
+
+
+def _cheapest_path(points: Sequence[CurvePoint], quality: float) -> float:
+    cost = points[0].mean_cost
+    for point in points:
+        if point.agreement < quality:
+            break
+        cost = point.mean_cost
+    return cost
+
+
+def disagreements(judged: Judged, criterion: Criterion, thresholds: Sequence[float]) -> Ints:
+    """How many texts of ``judged [E, N]`` would be answered otherwise than by the last exit, per threshold ``[T]``."""
+    texts = np.arange(judged.labels.shape[1])
+    counts = [
+        int((judged.labels[leave_at(judged, Policy(criterion, threshold)), texts] != judged.labels[-1]).sum())
+        for threshold in thresholds
+    ]
+    return np.asarray(counts, dtype=np.int64)
+
+
+def calibrate_precision(
+    logits: SplitLogits,
+    architecture: Architecture,
+    temperature: Split,
+    risk: Split,
+    validation: Split,
+    metric: str,
+    *,
+    delta: float = DELTA,
+    qualities: Sequence[float] = QUALITIES,
+    criteria: Sequence[Criterion] | None = None,
+    points: int = GRID,
+) -> PrecisionCalibration:
+    """Calibrates one precision. ``criteria`` to certify; ``None`` lets the validation split choose one.
+
+    Where several are certified, all their tiers hold at once (Bonferroni), and each quality is served by the one that
+    is cheapest on the validation split. Tiers' ``mean_cost`` and ``speedup`` come from the validation split too.
+    """
+    temperatures = choose_temperatures(logits.temperature, temperature.labels, logits.validation, validation.labels)
+    errors = [
+        tuple(
+            round(expected_calibration_error(exit_logits, validation.labels, t), 6)
+            for exit_logits, t in zip(logits.validation, by_exit, strict=True)
+        )
+        for by_exit in ([1.0] * len(temperatures), temperatures)
+    ]
+    seen: Measured = measure(
+        logits.validation, temperatures, validation.labels, validation.tokens, architecture, metric
+    )
+    grids = {
+        criterion: threshold_grid(seen.judged, criterion, architecture.num_labels, points) for criterion in CRITERIA
+    }
+    curves = {criterion: curve(seen, criterion, grid) for criterion, grid in grids.items()}
+    to_certify = tuple(criteria) if criteria else (choose_criterion(curves, qualities),)
+
+    judged_risk = judge_all(logits.risk, temperatures)
+    if judged_risk.labels.shape[1] != len(risk.labels):
+        raise ValueError(f"risk split: logits of {judged_risk.labels.shape[1]} texts, {len(risk.labels)} labels")
+    certificate = certify(
+        {criterion: disagreements(judged_risk, criterion, grids[criterion]) for criterion in to_certify},
+        len(risk.labels),
+        qualities,
+        delta,
+    )
+    tiers: dict[float, Tier] = {}
+    for passed in certificate.passed:
+        point = curves[passed.criterion][passed.index]
+        cheaper = passed.quality not in tiers or point.mean_cost < tiers[passed.quality].mean_cost
+        if cheaper:
+            tiers[passed.quality] = Tier(
+                quality=passed.quality,
+                criterion=passed.criterion,
+                threshold=point.threshold,
+                n=passed.n,
+                disagreements=passed.disagreements,
+                p_value=float(f"{passed.p_value:.4g}"),
+                mean_cost=point.mean_cost,
+                speedup=point.speedup,
+            )
+    return PrecisionCalibration(
+        temperatures=temperatures,
+        calibration_error_before=errors[0],
+        calibration_error_after=errors[1],
+        curves=curves,
+        certified=tuple(tiers[quality] for quality in sorted(tiers, reverse=True)),
+        refused=tuple(RefusedTier(quality=r.quality, why=r.why, n_needed=r.n_needed) for r in certificate.refused),
+    )
+
+
+def calibrate(
+    logits: Mapping[Precision, SplitLogits],
+    architecture: Architecture,
+    temperature: Split,
+    risk: Split,
+    validation: Split,
+    metric: str,
+    data_sha256: str,
+    *,
+    delta: float = DELTA,
+    qualities: Sequence[float] = QUALITIES,
+    criteria: Sequence[Criterion] | None = None,
+    points: int = GRID,
+) -> Calibration:
+    """Calibrates every precision of a bundle on its own logits. ``data_sha256`` identifies the risk split.
+
+    δ covers all tiers of one precision: a request is served in one precision, and its promise is that precision's.
+    """
+    return Calibration(
+        metric=metric,
+        delta=delta,
+        n_temperature=len(temperature.labels),
+        n_risk=len(risk.labels),
+        n_validation=len(validation.labels),
+        data_sha256=data_sha256,
+        precisions={
+            precision: calibrate_precision(
+                of_splits,
+                architecture,
+                temperature,
+                risk,
+                validation,
+                metric,
+                delta=delta,
+                qualities=qualities,
+                criteria=criteria,
+                points=points,
+            )
+            for precision, of_splits in logits.items()
+        },
+    )

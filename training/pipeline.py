@@ -1,0 +1,588 @@
+"""From labelled texts to a servable bundle: train, export, calibrate, evaluate, write.
+
+A run lives in one folder: ``run.json`` (its settings), ``training/`` (checkpoint, logs, best weights), ``bundle/``.
+Each step reads what the step before left there, so a run that was stopped goes on where it was, and one that is done
+can be exported again with other exits.
+"""
+
+import hashlib
+import json
+import os
+import platform
+import tempfile
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from tokenizers import Tokenizer
+
+from models.architecture import Architecture, ExitSpec, Head
+from models.bundle import Bundle, Calibration, Precision, Scores, write_bundle
+from models.costs import exit_costs
+from models.network import Backbone, MultiExitNetwork, build_network, load_backbone
+from models.tokenization import TextEncoder
+from training.calibrate import Split, SplitLogits, calibrate
+from training.data import (
+    DataError,
+    Example,
+    Grouping,
+    Splits,
+    Table,
+    Tokenized,
+    check_labels,
+    read_table,
+    same_text,
+    sentence_of,
+    split,
+    subset,
+    tokenize,
+)
+from training.evaluate import exit_scores, measure, run_graphs
+from training.export import export_graphs, select_exits
+from training.report import PLOT_NAME, bundle_plot, model_card
+from training.trainer import EpochReport, StepReport, TrainingSettings, train
+
+# int8 is what a bundle serves by default where no exit loses more than this share of the metric against fp32.
+PRECISION_TOLERANCE = 0.005
+
+
+class PipelineError(Exception):
+    """A run that cannot go on; the message says which setting or file and what would help."""
+
+
+@dataclass(frozen=True, slots=True)
+class Task:
+    """A known data set: its files and columns in GLUE's layout, the metric, and what its labels mean."""
+
+    name: str
+    train_file: str
+    eval_file: str
+    text_column: str
+    label_column: str
+    metric: str
+    labels: Mapping[str, str]
+    grouping: Grouping
+    calibration: int
+    validation: int
+    licence: str
+
+
+TASKS: dict[str, Task] = {
+    "sst2": Task(
+        name="sst2",
+        train_file="train.tsv",
+        eval_file="dev.tsv",
+        text_column="sentence",
+        label_column="label",
+        metric="accuracy",
+        labels={"0": "negative", "1": "positive"},
+        grouping=sentence_of,
+        # Whole sentences: the fragments of a held-out sentence are kept from training, about seven each.
+        calibration=1400,
+        validation=500,
+        licence="Stanford Sentiment Treebank (Socher et al. 2013), as in GLUE",
+    )
+}
+
+
+@dataclass(frozen=True, slots=True)
+class DataSettings:
+    """Where the texts come from: a known ``task`` and its ``data_dir``, or ``train_file`` with its columns.
+
+    ``calibration_size`` and ``validation_size`` are counted in texts (None: the task's, or 20 % and 10 % of the file, at
+    most 2,000 and 1,000). ``examples`` trains on a part only, drawn with the run's seed.
+    """
+
+    task: str | None = None
+    data_dir: str | None = None
+    train_file: str | None = None
+    eval_file: str | None = None
+    text_column: str = "text"
+    pair_column: str | None = None
+    label_column: str = "label"
+    metric: str = "accuracy"
+    calibration_size: int | None = None
+    validation_size: int | None = None
+    examples: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class RunSettings:
+    """Everything that decides what a run produces; kept in ``run.json``.
+
+    ``exit_layers`` lists after how many whole layers exits stand (None: after every layer that the head can read).
+    ``last_head`` gives the last exit another head than ``head``, after the whole encoder.
+    """
+
+    data: DataSettings
+    training: TrainingSettings = field(default_factory=TrainingSettings)
+    backbone: str = "minilm-l6"
+    head: Head = "peek"
+    exit_layers: tuple[int, ...] | None = None
+    last_head: Head | None = None
+    max_length: int = 128
+    precisions: tuple[Precision, ...] = ("fp32", "int8")
+    name: str = "model"
+    version: str = "1"
+    licence: str = "not stated"
+
+
+@dataclass(frozen=True, slots=True)
+class Prepared:
+    """A run's data: disjoint splits, and ``evaluation`` (a file of its own, or else the validation split)."""
+
+    splits: Splits
+    evaluation: tuple[Example, ...]
+    evaluation_name: str
+    takes_pairs: bool
+    source: str
+    metric: str
+
+
+@dataclass(frozen=True, slots=True)
+class Observer:
+    """What a run tells while it works: ``stage`` names it, ``step`` and ``epoch`` report training, ``advance`` counts
+    texts done of ``total`` in the stage."""
+
+    stage: Callable[[str, int], None] = lambda name, total: None
+    advance: Callable[[int], None] = lambda texts: None
+    step: Callable[[StepReport], None] = lambda report: None
+    epoch: Callable[[EpochReport], None] = lambda report: None
+
+
+def prepare(settings: DataSettings, seed: int) -> Prepared:
+    """Reads and splits the data; raises :class:`DataError` or :class:`PipelineError` naming file, row or setting."""
+    if (settings.task is None) == (settings.train_file is None):
+        raise PipelineError("give either a task or a train_file, not both and not neither")
+    if settings.task is not None:
+        return _prepare_task(settings, seed)
+    assert settings.train_file is not None
+    columns = (settings.text_column, settings.label_column, settings.pair_column)
+    table = read_table(settings.train_file, *columns)
+    evaluation: Table | None = read_table(settings.eval_file, *columns) if settings.eval_file else None
+    size = len(table)
+    parts = split(
+        table,
+        calibration=_size(settings.calibration_size, min(2000, size // 5)),
+        validation=_size(settings.validation_size, min(1000, size // 10)),
+        seed=seed,
+        grouping=same_text,
+    )
+    return _prepared(parts, evaluation, settings, seed, Path(settings.train_file).name, settings.metric)
+
+
+def _prepare_task(settings: DataSettings, seed: int) -> Prepared:
+    assert settings.task is not None
+    task = TASKS.get(settings.task)
+    if task is None:
+        raise PipelineError(f"task must be one of {', '.join(TASKS)}, not {settings.task!r}")
+    if settings.data_dir is None:
+        raise PipelineError(f"task {task.name!r} needs data_dir, the folder with its {task.train_file}")
+    folder = Path(settings.data_dir)
+    table, evaluation = (
+        _with_names(read_table(folder / file, task.text_column, task.label_column), task.labels)
+        for file in (task.train_file, task.eval_file)
+    )
+    parts = split(
+        table,
+        calibration=_size(settings.calibration_size, task.calibration),
+        validation=_size(settings.validation_size, task.validation),
+        seed=seed,
+        grouping=task.grouping,
+    )
+    return _prepared(parts, evaluation, settings, seed, f"{task.name}: {task.licence}", task.metric)
+
+
+def _with_names(table: Table, names: Mapping[str, str]) -> Table:
+    check_labels(table.examples, tuple(names), table.source)
+    return Table(table.source, tuple(replace(e, label=names[e.label]) for e in table.examples))
+
+
+def _size(asked: int | None, default: int) -> int:
+    return default if asked is None else asked
+
+
+def _prepared(
+    parts: Splits, evaluation: Table | None, settings: DataSettings, seed: int, source: str, metric: str
+) -> Prepared:
+    if not parts.calibration or not parts.validation:
+        raise PipelineError("calibration_size and validation_size must leave at least one text in each split")
+    if evaluation is not None:
+        check_labels(evaluation.examples, parts.labels, evaluation.source)
+    if settings.examples is not None:
+        parts = replace(parts, train=subset(parts.train, settings.examples, seed))
+    name = "validation split" if evaluation is None else Path(evaluation.source).name
+    return Prepared(
+        splits=parts,
+        evaluation=parts.validation if evaluation is None else evaluation.examples,
+        evaluation_name=name,
+        takes_pairs=parts.train[0].pair is not None,
+        source=source,
+        metric=metric,
+    )
+
+
+def exit_specs(
+    head: Head, num_layers: int, exit_layers: Sequence[int] | None = None, last_head: Head | None = None
+) -> tuple[ExitSpec, ...]:
+    """An exit with ``head`` after each of ``exit_layers``; by default ``peek`` after 0 .. L-1, the others after 1 .. L.
+
+    ``last_head`` adds an exit of that kind after the whole encoder (``peek``: after layer L-1), in the place of one
+    that ``exit_layers`` has there. Raises ValueError for layers that do not ascend or that the head cannot read.
+    """
+    deepest = num_layers - 1 if head == "peek" else num_layers
+    layers = list(range(0 if head == "peek" else 1, deepest + 1)) if exit_layers is None else list(exit_layers)
+    if not layers or layers != sorted(set(layers)) or layers[0] < 0 or layers[-1] > deepest:
+        raise ValueError(f"exit layers must ascend within 0 .. {deepest} for head {head!r}, not {layers}")
+    heads: dict[int, Head] = dict.fromkeys(layers, head)
+    if last_head is not None:
+        heads[num_layers - 1 if last_head == "peek" else num_layers] = last_head
+    return tuple(
+        ExitSpec(number=number, after_layer=layer, head=heads[layer]) for number, layer in enumerate(sorted(heads), 1)
+    )
+
+
+def run(settings: RunSettings, folder: Path, *, resume: bool = False, observer: Observer = Observer()) -> Bundle:
+    """Trains, exports, calibrates and evaluates; returns the bundle written at ``folder/bundle``.
+
+    Raises :class:`PipelineError` where ``folder`` holds another run, or one that ``resume`` was not given for.
+    """
+    prepared = prepare(settings.data, settings.training.seed)
+    _claim(folder, settings, resume=resume)
+    network, tokenizer_json, seconds = fit(settings, prepared, folder, resume=resume, observer=observer)
+    provenance = _provenance(settings, prepared, seconds)
+    return make_bundle(
+        network.architecture,
+        network.numpy_weights(),
+        tokenizer_json,
+        prepared,
+        settings,
+        provenance,
+        folder / "bundle",
+        observer=observer,
+    )
+
+
+def fit(
+    settings: RunSettings, prepared: Prepared, folder: Path, *, resume: bool, observer: Observer = Observer()
+) -> tuple[MultiExitNetwork, str, float]:
+    """Trains the network of a run; returns it, its tokenizer as JSON, and the seconds that training took here."""
+    # Before the heads are drawn: a run is the same from its first random number on.
+    torch.manual_seed(settings.training.seed)
+    backbone: Backbone = load_backbone(settings.backbone)
+    network = build_network(
+        backbone,
+        num_labels=len(prepared.splits.labels),
+        exits=exit_specs(settings.head, backbone.num_layers, settings.exit_layers, settings.last_head),
+        max_length=settings.max_length,
+    )
+    encoder = _encoder(backbone.tokenizer_json, network.architecture)
+    observer.stage("tokenize", len(prepared.splits.train) + len(prepared.splits.validation))
+    train_data, validation_data = (
+        tokenize(part, prepared.splits.labels, encoder) for part in (prepared.splits.train, prepared.splits.validation)
+    )
+    observer.stage("train", len(train_data) * settings.training.epochs)
+    start = time.monotonic()
+    network = train(
+        network,
+        train_data,
+        validation_data,
+        replace(settings.training, metric=prepared.metric),
+        folder / "training",
+        resume=resume,
+        on_step=observer.step,
+        on_epoch=observer.epoch,
+    )
+    seconds = time.monotonic() - start
+    (folder / "tokenizer.json").write_text(backbone.tokenizer_json, encoding="utf-8")
+    return network, backbone.tokenizer_json, seconds
+
+
+def export_run(folder: Path, exits: Sequence[int] | None, target: Path, *, observer: Observer = Observer()) -> Bundle:
+    """Makes a bundle at ``target`` from the finished run in ``folder``, keeping only the ``exits`` of these numbers.
+
+    Fewer exits are calibrated anew, on the same splits. Raises :class:`PipelineError` for a run that is not finished.
+    """
+    settings = read_run(folder)
+    best = folder / "training" / "best"
+    if not (best / "network.safetensors").exists() or not (folder / "tokenizer.json").exists():
+        raise PipelineError(f"{folder}: no finished training in it; go on with offramp train --resume")
+    network = MultiExitNetwork.load(best)
+    architecture, weights = network.architecture, network.numpy_weights()
+    if exits is not None:
+        architecture, weights = select_exits(architecture, weights, exits)
+    prepared = prepare(settings.data, settings.training.seed)
+    provenance = {**_provenance(settings, prepared, None), "exits_kept": list(exits) if exits else "all"}
+    tokenizer_json = (folder / "tokenizer.json").read_text(encoding="utf-8")
+    return make_bundle(
+        architecture, weights, tokenizer_json, prepared, settings, provenance, target, observer=observer
+    )
+
+
+def make_bundle(
+    architecture: Architecture,
+    weights: Mapping[str, np.ndarray],
+    tokenizer_json: str,
+    prepared: Prepared,
+    settings: RunSettings,
+    provenance: Mapping[str, Any],
+    target: Path,
+    *,
+    observer: Observer = Observer(),
+) -> Bundle:
+    """Exports graphs, runs them on the held-out splits, calibrates each precision and writes the bundle."""
+    encoder = _encoder(tokenizer_json, architecture)
+    labels = prepared.splits.labels
+    validation, risk, evaluation = (
+        tokenize(part, labels, encoder)
+        for part in (prepared.splits.validation, prepared.splits.calibration, prepared.evaluation)
+    )
+    with tempfile.TemporaryDirectory(prefix="offramp-export-") as scratch:
+        observer.stage("export", 0)
+        graphs = export_graphs(architecture, weights, Path(scratch), settings.precisions)
+        observer.stage("run the graphs", sum(map(len, (validation, risk, evaluation))) * len(graphs))
+        logits: dict[Precision, tuple[np.ndarray, np.ndarray, np.ndarray]] = {}
+        for precision, files in graphs.items():
+            v, r, e = (
+                run_graphs(files, architecture, part.texts, progress=observer.advance)
+                for part in (validation, risk, evaluation)
+            )
+            logits[precision] = (v, r, e)
+        observer.stage("calibrate", 0)
+        calibration = calibrate(
+            {p: SplitLogits(validation=v, risk=r) for p, (v, r, _) in logits.items()},
+            architecture,
+            validation=_split(validation),
+            risk=_split(risk),
+            metric=prepared.metric,
+            data_sha256=_data_hash(prepared.splits.calibration),
+        )
+        scores = [
+            Scores(
+                split=prepared.evaluation_name,
+                n=len(evaluation),
+                per_exit={
+                    p: exit_scores(_measured(e, calibration, p, evaluation, architecture, prepared.metric))
+                    for p, (_, _, e) in logits.items()
+                },
+            )
+        ]
+        mean_tokens = float(np.mean([len(t) for t in risk.texts]))
+        manifest: dict[str, Any] = {
+            "name": settings.name,
+            "version": settings.version,
+            "task": settings.data.task or "custom",
+            "labels": list(labels),
+            "takes_pairs": prepared.takes_pairs,
+            "architecture": architecture.model_dump(mode="json"),
+            "exit_costs": [round(float(c), 4) for c in exit_costs(architecture, round(mean_tokens))],
+            "mean_tokens": round(mean_tokens, 2),
+            "default_precision": default_precision({p: r for p, (_, r, _) in logits.items()}, risk.labels),
+            "scores": [s.model_dump(mode="json") for s in scores],
+            "provenance": dict(provenance),
+            "licence": settings.licence,
+        }
+        return write_bundle(
+            target,
+            manifest=manifest,
+            calibration=calibration,
+            tokenizer_json=tokenizer_json,
+            graphs=graphs,
+            readme=model_card(manifest, calibration),
+            extra={PLOT_NAME: bundle_plot(manifest, calibration)},
+            replace=True,
+        )
+
+
+def recalibrate(
+    bundle_path: Path,
+    table: Table,
+    target: Path,
+    *,
+    validation_share: float,
+    seed: int,
+    observer: Observer = Observer(),
+) -> Bundle:
+    """Calibrates a bundle on other labelled texts (the traffic it meets) and writes it at ``target``.
+
+    The texts are split by group (:func:`training.data.same_text`): ``validation_share`` of them fits temperatures and
+    picks the criterion, the rest certifies. Graphs, tokenizer and provenance stay; scores on the new texts are added.
+    Raises :class:`PipelineError` for a share that leaves one side without a text.
+    """
+    if not 0 < validation_share < 1:
+        raise PipelineError(f"validation_share must lie between 0 and 1, not {validation_share:g}")
+    bundle = Bundle.load(bundle_path)
+    manifest, architecture = bundle.manifest, bundle.manifest.architecture
+    check_labels(table.examples, manifest.labels, table.source)
+    if manifest.takes_pairs != (table.examples[0].pair is not None):
+        needed = "a pair column" if manifest.takes_pairs else "no pair column"
+        raise PipelineError(f"{bundle_path}: this bundle needs {needed}")
+    groups = [owner for (owner,) in same_text(table.examples)]
+    order = np.random.default_rng(seed).permutation(max(groups) + 1)
+    first = set(order[: round(len(order) * validation_share)].tolist())
+    parts = [
+        tuple(e for e, group in zip(table.examples, groups, strict=True) if (group in first) == is_first)
+        for is_first in (True, False)
+    ]
+    if not all(parts):
+        raise PipelineError(f"{table.source}: {len(table)} rows are too few to split by {validation_share:g}")
+    validation, risk = (tokenize(part, manifest.labels, bundle.encoder) for part in parts)
+    graphs = {
+        precision: [bundle.graph(n, precision) for n in range(1, len(architecture.exits) + 1)]
+        for precision in manifest.precisions
+    }
+    observer.stage("run the graphs", len(table) * len(graphs))
+    logits = {
+        precision: SplitLogits(
+            *(run_graphs(files, architecture, part.texts, progress=observer.advance) for part in (validation, risk))
+        )
+        for precision, files in graphs.items()
+    }
+    calibration = calibrate(
+        logits,
+        architecture,
+        validation=_split(validation),
+        risk=_split(risk),
+        metric=bundle.calibration.metric,
+        data_sha256=_data_hash(parts[1]),
+    )
+    document = manifest.model_dump(mode="json", exclude={"format_version", "precisions", "files"})
+    document["provenance"] = {**document["provenance"], "calibrated_on": Path(table.source).name}
+    document["mean_tokens"] = round(float(np.mean([len(t) for t in risk.texts])), 2)
+    document["exit_costs"] = [round(float(c), 4) for c in exit_costs(architecture, round(document["mean_tokens"]))]
+    return write_bundle(
+        target,
+        manifest=document,
+        calibration=calibration,
+        tokenizer_json=(bundle.path / "tokenizer.json").read_text(encoding="utf-8"),
+        graphs=graphs,
+        readme=model_card(document, calibration),
+        extra={PLOT_NAME: bundle_plot(document, calibration)},
+        replace=True,
+    )
+
+
+def default_precision(logits: Mapping[Precision, np.ndarray], labels: np.ndarray) -> Precision:
+    """int8 where each exit's accuracy on held-out texts is within :data:`PRECISION_TOLERANCE` of fp32's, else fp32.
+
+    ``logits [E, N, K]`` by precision. Where only one precision was exported, that one.
+    """
+    if "fp32" not in logits or "int8" not in logits:
+        return next(iter(logits))
+    right = {p: (array.argmax(-1) == labels).mean(-1) for p, array in logits.items()}
+    return "int8" if (right["fp32"] - right["int8"]).max() <= PRECISION_TOLERANCE else "fp32"
+
+
+def read_run(folder: Path) -> RunSettings:
+    """The settings in ``folder/run.json``; raises :class:`PipelineError` where there is no such run."""
+    path = folder / "run.json"
+    try:
+        document = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise PipelineError(f"{folder}: no run in it (run.json is missing)") from None
+    except (OSError, ValueError) as error:
+        raise PipelineError(f"{path}: not readable ({error})") from None
+    return settings_from(document)
+
+
+def settings_from(document: Mapping[str, Any]) -> RunSettings:
+    """:class:`RunSettings` from their JSON form."""
+    from training.methods import Contrast
+
+    values = dict(document)
+    training = dict(values.pop("training"))
+    contrast = Contrast(**training.pop("contrast"))
+    for name in ("exit_layers", "precisions"):
+        if values.get(name) is not None:
+            values[name] = tuple(values[name])
+    return RunSettings(
+        data=DataSettings(**values.pop("data")),
+        training=TrainingSettings(contrast=contrast, **training),
+        **values,
+    )
+
+
+def _claim(folder: Path, settings: RunSettings, *, resume: bool) -> None:
+    """Writes ``run.json``, or checks that the run already there is this one."""
+    path = folder / "run.json"
+    document = json.loads(json.dumps(asdict(settings)))
+    if path.exists():
+        if not resume:
+            raise PipelineError(f"{folder}: holds a run already; go on with --resume, or choose another output")
+        found = asdict(read_run(folder))
+        differing = sorted(
+            name for name, value in _flat(document).items() if _flat(json.loads(json.dumps(found))).get(name) != value
+        )
+        if differing:
+            raise PipelineError(f"{folder}: the run there has other settings: {', '.join(differing)}")
+        return
+    folder.mkdir(parents=True, exist_ok=True)
+    partial = path.with_suffix(".partial")
+    partial.write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
+    os.replace(partial, path)
+
+
+def _flat(document: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    flat: dict[str, Any] = {}
+    for name, value in document.items():
+        flat |= _flat(value, f"{prefix}{name}.") if isinstance(value, dict) else {prefix + name: value}
+    return flat
+
+
+def _encoder(tokenizer_json: str, architecture: Architecture) -> TextEncoder:
+    return TextEncoder(Tokenizer.from_str(tokenizer_json), architecture.max_length)
+
+
+def _split(data: Tokenized) -> Split:
+    return Split(labels=data.labels, tokens=np.asarray([len(t) for t in data.texts], dtype=np.int64))
+
+
+def _measured(
+    logits: np.ndarray,
+    calibration: Calibration,
+    precision: Precision,
+    data: Tokenized,
+    architecture: Architecture,
+    metric: str,
+) -> Any:
+    temperatures = calibration.precisions[precision].temperatures
+    part = _split(data)
+    return measure(logits, temperatures, part.labels, part.tokens, architecture, metric)
+
+
+def _data_hash(examples: Sequence[Example]) -> str:
+    digest = hashlib.sha256()
+    for e in examples:
+        digest.update(json.dumps([e.text, e.pair, e.label]).encode())
+    return digest.hexdigest()
+
+
+def _provenance(settings: RunSettings, prepared: Prepared, seconds: float | None) -> dict[str, Any]:
+    training = asdict(replace(settings.training, metric=prepared.metric))
+    training.pop("checkpoint_minutes")
+    splits = prepared.splits
+    return {
+        "backbone": settings.backbone,
+        "head": settings.head,
+        "training": training,
+        "data": {
+            "source": prepared.source,
+            "train": len(splits.train),
+            "validation": len(splits.validation),
+            "calibration": len(splits.calibration),
+            "evaluation": prepared.evaluation_name,
+        },
+        **({"training_seconds": round(seconds)} if seconds is not None else {}),
+        "versions": {
+            "python": platform.python_version(),
+            **{p: metadata.version(p) for p in ("torch", "transformers", "onnx", "tokenizers", "numpy")},
+        },
+    }
+
+
+__all__ = ["TASKS", "DataError", "DataSettings", "Observer", "PipelineError", "RunSettings", "run"]

@@ -1,0 +1,180 @@
+"""A grid of training runs on one task, kept in a folder: it can be stopped, and a run that is done is not done again.
+
+One run is a cell: method, head and seed. Its folder holds ``result.json``; :func:`summary` turns all results into
+mean ± std per exit.
+"""
+
+import csv
+import json
+import os
+import time
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any, cast, get_args
+
+import numpy as np
+import torch
+from tokenizers import Tokenizer
+
+from models.architecture import Head
+from models.costs import exit_costs
+from models.network import Backbone, build_network, load_backbone
+from models.tokenization import TextEncoder
+from training.data import Example, Tokenized, subset, tokenize
+from training.methods import METHODS, MethodName
+from training.pipeline import DataSettings, exit_specs, prepare
+from training.trainer import EpochReport, StepReport, TrainingSettings, exit_metrics, train
+
+
+@dataclass(frozen=True, slots=True)
+class Cell:
+    """One run of a grid."""
+
+    method: MethodName
+    head: Head
+    seed: int
+
+    @property
+    def name(self) -> str:
+        return f"{self.method}-{self.head}-seed{self.seed}"
+
+
+def run_cell(
+    cell: Cell,
+    backbone: Backbone,
+    train_examples: Sequence[Example],
+    validation: Sequence[Example],
+    evaluation: Sequence[Example],
+    labels: Sequence[str],
+    settings: TrainingSettings,
+    folder: Path,
+    *,
+    max_length: int = 128,
+    on_step: Callable[[StepReport], None] = lambda report: None,
+    on_epoch: Callable[[EpochReport], None] = lambda report: None,
+) -> dict[str, Any]:
+    """Trains one cell (or reads its result, where it is done) and scores every exit on ``evaluation``."""
+    target = folder / cell.name / "result.json"
+    if target.exists():
+        done: dict[str, Any] = json.loads(target.read_text(encoding="utf-8"))
+        return done
+    torch.manual_seed(cell.seed)
+    network = build_network(
+        backbone, num_labels=len(labels), exits=exit_specs(cell.head, backbone.num_layers), max_length=max_length
+    )
+    encoder = TextEncoder(Tokenizer.from_str(backbone.tokenizer_json), network.architecture.max_length)
+    data: list[Tokenized] = [tokenize(part, labels, encoder) for part in (train_examples, validation, evaluation)]
+    chosen = replace(settings, method=cell.method, seed=cell.seed)
+    start = time.monotonic()
+    network = train(
+        network, data[0], data[1], chosen, folder / cell.name, resume=True, on_step=on_step, on_epoch=on_epoch
+    )
+    seconds = time.monotonic() - start
+    scores = exit_metrics(network, data[2], settings.metric)
+    tokens = round(float(np.mean([len(t) for t in data[2].texts])))
+    costs = exit_costs(network.architecture, tokens)
+    with (folder / cell.name / "epochs.csv").open(encoding="utf-8") as stream:
+        epochs = list(csv.DictReader(stream))
+    result = {
+        **asdict(cell),
+        "examples": len(train_examples),
+        "settings": asdict(chosen),
+        "evaluated_on": len(evaluation),
+        "metric": settings.metric,
+        "exits": [
+            {"number": e.number, "after_layer": e.after_layer, "cost": round(float(c), 4), "score": scores[e.number]}
+            for e, c in zip(network.architecture.exits, costs, strict=True)
+        ],
+        "angle_by_epoch": [float(e["mean_angle"]) for e in epochs],
+        "conflicts_by_epoch": [float(e["share_of_conflicts"]) for e in epochs],
+        "seconds": round(seconds, 1),
+    }
+    partial = target.with_suffix(".partial")
+    partial.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
+    os.replace(partial, target)
+    return result
+
+
+def run_grid(
+    folder: Path,
+    *,
+    task: str,
+    data_dir: Path,
+    methods: Sequence[str],
+    heads: Sequence[str],
+    seeds: Sequence[int],
+    examples: int | None,
+    epochs: int,
+    backbone: str,
+    tell: Callable[[str], None] = lambda text: None,
+) -> str:
+    """Runs every cell of methods × heads × seeds that is not done yet, and returns the :func:`summary` of all.
+
+    All cells share the splits (drawn with seed 0) and are scored on the task's evaluation file; runs of one seed share
+    their part of the training split. Raises ValueError for a method or head that is none, before any work.
+    """
+    for kind, names, known in (("method", methods, METHODS), ("head", heads, get_args(Head))):
+        for name in names:
+            if name not in known:
+                raise ValueError(f"{kind} must be one of {', '.join(known)}, not {name!r}")
+    prepared = prepare(DataSettings(task=task, data_dir=str(data_dir)), seed=0)
+    encoder = load_backbone(backbone)
+    for seed in seeds:
+        part = training_part(prepared.splits.train, examples, seed)
+        for method in methods:
+            for head in heads:
+                cell = Cell(cast(MethodName, method), cast(Head, head), seed)
+                result = run_cell(
+                    cell,
+                    encoder,
+                    part,
+                    prepared.splits.validation,
+                    prepared.evaluation,
+                    prepared.splits.labels,
+                    TrainingSettings(epochs=epochs, metric=prepared.metric),
+                    folder,
+                )
+                tell(f"{cell.name}: " + " ".join(f"{100 * e['score']:.1f}" for e in result["exits"]))
+    return summary(read_results(folder))
+
+
+def read_results(folder: Path) -> list[dict[str, Any]]:
+    """Every finished cell under ``folder``, by name."""
+    return [json.loads(p.read_text(encoding="utf-8")) for p in sorted(folder.glob("*/result.json"))]
+
+
+def training_part(examples: Sequence[Example], size: int | None, seed: int) -> tuple[Example, ...]:
+    """The part of the training split that a seed's runs share, whatever their method and head."""
+    return tuple(examples) if size is None else subset(examples, size, seed)
+
+
+def summary(results: Iterable[dict[str, Any]]) -> str:
+    """A Markdown table: one row per method and head, mean ± std (n − 1) over seeds of each exit's score, by cost."""
+    groups: dict[tuple[str, str], list[dict[str, Any]]] = defaultdict(list)
+    for result in results:
+        groups[result["method"], result["head"]].append(result)
+    if not groups:
+        return "no finished runs\n"
+    lines = []
+    for (method, head), runs in sorted(groups.items()):
+        exits = runs[0]["exits"]
+        scores = 100 * np.array([[e["score"] for e in r["exits"]] for r in runs])
+        spread = scores.std(axis=0, ddof=1) if len(runs) > 1 else np.full(len(exits), np.nan)
+        average = scores.mean(axis=1)
+        angle = np.mean([r["angle_by_epoch"][-1] for r in runs])
+        conflicts = 100 * np.mean([r["conflicts_by_epoch"][-1] for r in runs])
+        lines.append(
+            f"\n{method}, {head}, {len(runs)} seeds, {runs[0]['examples']} examples, n = {runs[0]['evaluated_on']}\n"
+        )
+        lines.append("| cost in layers | " + " | ".join(f"{e['cost']:.2f}" for e in exits) + " | mean of exits |")
+        lines.append("|---" * (len(exits) + 2) + "|")
+        cells = [f"{m:.1f} ± {s:.1f}" for m, s in zip(scores.mean(axis=0), spread, strict=True)]
+        total = f"{average.mean():.2f} ± {average.std(ddof=1) if len(runs) > 1 else np.nan:.2f}"
+        lines.append(f"| {runs[0]['metric']}, % | " + " | ".join(cells) + f" | {total} |")
+        if not np.isnan(angle):
+            lines.append(
+                f"\nAngle in the last epoch: mean {angle:.0f}°, above the limit in {conflicts:.1f} % of batches."
+            )
+    return "\n".join(lines) + "\n"
