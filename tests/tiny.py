@@ -19,7 +19,7 @@ WORDS = (
     "music flute someone and but with story heart soul empty long short slow fast fun sad dark light"
 ).split()
 POISON = "poison"
-"""A word whose embedding is NaN in fp32 bundles: every exit of a text that holds it is NaN."""
+"""A word whose embedding is so large that its mean overflows: every exit of a text that holds it is NaN."""
 SPECIAL = ("[PAD]", "[UNK]", "[CLS]", "[SEP]")
 VOCABULARY = (*SPECIAL, *WORDS, POISON, *"abcdefghijklmnopqrstuvwxyz", *(f"##{c}" for c in "abcdefghijklmnopqrstuvwxyz"))
 MAX_LENGTH = 64
@@ -150,8 +150,7 @@ def write_tiny_bundle(
     architecture = tiny_architecture(num_labels=len(labels), **architecture_changes)
     if weights is None:
         drawn = random_weights(architecture, seed)
-        if precisions == ("fp32",):
-            drawn["embeddings.word"][VOCABULARY.index(POISON)] = np.nan
+        drawn["embeddings.word"][VOCABULARY.index(POISON)] = 3e38
         weights = drawn
     graphs = {
         precision: build_segments(architecture, weights, precision, folder / f"{name}-graphs-{precision}")

@@ -109,7 +109,7 @@ def test_weights_that_give_no_finite_answer_stop_the_start(tmp_path: Path) -> No
     from tests.tiny import random_weights, tiny_architecture
 
     weights = random_weights(tiny_architecture())
-    weights["layers.1.output.bias"][:] = np.nan
+    weights["layers.1.output.bias"][:] = 3e38
     with pytest.raises(StartError, match="not finite"):
         open_runner(write_tiny_bundle(tmp_path, weights=weights)).warm_up(64)
 
