@@ -315,7 +315,7 @@ def test_a_write_that_fails_leaves_the_old_bundle_and_nothing_beside_it(
 
 def test_a_graph_that_is_not_there_leaves_the_old_bundle_and_is_named(path: Path, graphs: list[Path]) -> None:
     graphs[2].unlink()
-    with pytest.raises(FileNotFoundError, match="3.onnx"):
+    with pytest.raises(FileNotFoundError, match=r"3\.onnx"):
         write(path, graphs, replace=True)
     assert Bundle.load(path).manifest.version == "1"
     assert left_beside(path) == []
