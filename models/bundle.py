@@ -148,7 +148,8 @@ class PrecisionCalibration(_Record):
 
 class Calibration(_Record):
     """``metric`` names the task metric in the curves. Splits are counted in texts; ``delta`` is δ of all tiers
-    together; ``data_sha256`` identifies the risk split."""
+    together; ``data_sha256`` identifies the risk split. ``n_temperature`` is 0 where the temperatures had no split of
+    their own and were cross-fitted on the validation split."""
 
     metric: str
     delta: float
@@ -163,7 +164,8 @@ def segment_io(architecture: Architecture, segment: int) -> tuple[tuple[str, ...
     """Names of the inputs and outputs of segment ``segment`` (1 = first; it ends in the exit of that number).
 
     State that crosses from one segment to the next is ``hidden [B, S, H]``, and ``key``, ``value`` ``[B, S, H]`` of the
-    next layer where the exit before was a ``peek``.
+    next layer where the exit before was a ``peek``. One ONNX graph can't use a name twice, so state leaves as
+    ``next_hidden``, ``next_key``, ``next_value`` and enters the next segment without the prefix; the order is the same.
     """
     exits = architecture.exits
     if segment == 1:
@@ -174,12 +176,12 @@ def segment_io(architecture: Architecture, segment: int) -> tuple[tuple[str, ...
         inputs = (*state_names(architecture, segment - 1), "attention_mask")
     outputs: tuple[str, ...] = ("logits",)
     if segment < len(exits):
-        outputs += state_names(architecture, segment)
+        outputs += tuple(f"next_{name}" for name in state_names(architecture, segment))
     return inputs, outputs
 
 
 def state_names(architecture: Architecture, segment: int) -> tuple[str, ...]:
-    """Names of the state that segment ``segment`` leaves for the next one."""
+    """Names under which the state that segment ``segment`` leaves enters the next one."""
     peeked = architecture.exits[segment - 1].head == "peek"
     return ("hidden", "key", "value") if peeked else ("hidden",)
 

@@ -1,7 +1,7 @@
 """Calibration: temperatures, curves and the certified table, from the logits of the exported graphs.
 
-Three splits that training never saw, each with one use, so that no number is judged by the texts that chose it:
-- ``temperature`` fits the temperature of each exit;
+Splits that no weight was fitted on, each with its use, so that no promise is judged by the texts that chose it:
+- ``temperature``, where there is one, fits the temperature of each exit; else the validation split does, cross-fitted;
 - ``validation`` says whether the temperature helps, gives the threshold grids and the curves, and picks the criterion;
 - ``risk`` is looked at once, to certify (section "Certified quality" of the design).
 """
@@ -48,9 +48,9 @@ class Split:
 class SplitLogits:
     """What one precision's graphs said: logits ``[E, N, K]`` on each split."""
 
-    temperature: NDArray[np.floating]
-    risk: NDArray[np.floating]
     validation: NDArray[np.floating]
+    risk: NDArray[np.floating]
+    temperature: NDArray[np.floating] | None = None
 
 
 # --- temperature -----------------------------------------------------------------------------------------------------
@@ -82,17 +82,65 @@ def fit_temperature(logits: NDArray[np.floating], labels: Ints) -> float:
     return temperature if np.isfinite(found.fun) else 1.0
 
 
+@dataclass(frozen=True, slots=True)
+class Temperatures:
+    """``values [E]``; expected calibration error ``[E]`` before and after, on texts that did not fit them."""
+
+    values: tuple[float, ...]
+    error_before: tuple[float, ...]
+    error_after: tuple[float, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class _Fold:
+    """Rows that fit a temperature and rows that judge it."""
+
+    fit_logits: NDArray[np.floating]
+    fit_labels: Ints
+    held_logits: NDArray[np.floating]
+    held_labels: Ints
+
+
 def choose_temperatures(
     fit_logits: NDArray[np.floating], fit_labels: Ints, held_logits: NDArray[np.floating], held_labels: Ints
-) -> tuple[float, ...]:
+) -> Temperatures:
     """Temperature per exit from ``fit_logits [E, N, K]``; 1.0 where it does not lower the NLL on ``held_logits``
-    ``[E, N', K]``, which must not be the texts that fitted it."""
-    chosen = []
-    for fit, held in zip(fit_logits, held_logits, strict=True):
-        temperature = round(fit_temperature(fit, fit_labels), 6)
-        helps = negative_log_likelihood(held, held_labels, temperature) < negative_log_likelihood(held, held_labels)
-        chosen.append(temperature if helps else 1.0)
-    return tuple(chosen)
+    ``[E, N', K]``, which must be other texts."""
+    return _judged_temperatures([_Fold(fit_logits, fit_labels, held_logits, held_labels)], fit_logits, fit_labels)
+
+
+def cross_fit_temperatures(logits: NDArray[np.floating], labels: Ints) -> Temperatures:
+    """Temperature per exit from one split, ``logits [E, N, K]``; 1.0 where it does not help.
+
+    Whether it helps is judged by halves: each half's NLL and calibration error under the temperature of the other
+    half. What is returned is fitted on all of it. A single text is too little to halve: its temperature is 1.
+    """
+    halves = [np.arange(start, len(labels), 2) for start in (0, 1)]
+    folds = [
+        _Fold(logits[:, fit], labels[fit], logits[:, held], labels[held])
+        for fit, held in (halves, halves[::-1])
+        if len(fit) and len(held)
+    ]
+    return _judged_temperatures(folds, logits, labels)
+
+
+def _judged_temperatures(folds: Sequence[_Fold], logits: NDArray[np.floating], labels: Ints) -> Temperatures:
+    values, before, after = [], [], []
+    held_labels = np.concatenate([labels[:0], *(fold.held_labels for fold in folds)])
+    for index in range(len(logits)):
+        plain = np.concatenate([logits[index, :0], *(fold.held_logits[index] for fold in folds)])
+        # Dividing by the other half's temperature leaves logits that are right as they are, at temperature 1.
+        mended = np.concatenate(
+            [
+                logits[index, :0],
+                *(fold.held_logits[index] / fit_temperature(fold.fit_logits[index], fold.fit_labels) for fold in folds),
+            ]
+        )
+        helps = negative_log_likelihood(mended, held_labels) < negative_log_likelihood(plain, held_labels)
+        values.append(round(fit_temperature(logits[index], labels), 6) if helps else 1.0)
+        before.append(round(expected_calibration_error(plain, held_labels), 6))
+        after.append(round(expected_calibration_error(mended if helps else plain, held_labels), 6))
+    return Temperatures(tuple(values), tuple(before), tuple(after))
 
 
 def expected_calibration_error(
@@ -166,24 +214,21 @@ def _cheapest_path(points: Sequence[CurvePoint], quality: float) -> float:
     return cost
 
 
-def disagreements(judged: Judged, criterion: Criterion, thresholds: Sequence[float]) -> Ints:
-    """How many texts of ``judged [E, N]`` would be answered otherwise than by the last exit, per threshold ``[T]``."""
+def disagreeing(judged: Judged, criterion: Criterion, thresholds: Sequence[float]) -> NDArray[np.bool_]:
+    """Which texts of ``judged [E, N]`` would be answered otherwise than by the last exit, per threshold ``[T, N]``."""
     texts = np.arange(judged.labels.shape[1])
-    counts = [
-        int((judged.labels[leave_at(judged, Policy(criterion, threshold)), texts] != judged.labels[-1]).sum())
-        for threshold in thresholds
-    ]
-    return np.asarray(counts, dtype=np.int64)
+    chosen = (leave_at(judged, Policy(criterion, threshold)) for threshold in thresholds)
+    return np.stack([judged.labels[exits, texts] != judged.labels[-1] for exits in chosen])
 
 
 def calibrate_precision(
     logits: SplitLogits,
     architecture: Architecture,
-    temperature: Split,
-    risk: Split,
-    validation: Split,
-    metric: str,
     *,
+    validation: Split,
+    risk: Split,
+    metric: str,
+    temperature: Split | None = None,
     delta: float = DELTA,
     qualities: Sequence[float] = QUALITIES,
     criteria: Sequence[Criterion] | None = None,
@@ -194,16 +239,14 @@ def calibrate_precision(
     Where several are certified, all their tiers hold at once (Bonferroni), and each quality is served by the one that
     is cheapest on the validation split. Tiers' ``mean_cost`` and ``speedup`` come from the validation split too.
     """
-    temperatures = choose_temperatures(logits.temperature, temperature.labels, logits.validation, validation.labels)
-    errors = [
-        tuple(
-            round(expected_calibration_error(exit_logits, validation.labels, t), 6)
-            for exit_logits, t in zip(logits.validation, by_exit, strict=True)
-        )
-        for by_exit in ([1.0] * len(temperatures), temperatures)
-    ]
+    if (temperature is None) != (logits.temperature is None):
+        raise ValueError("a temperature split needs both its labels and its logits")
+    if temperature is None or logits.temperature is None:
+        temperatures = cross_fit_temperatures(logits.validation, validation.labels)
+    else:
+        temperatures = choose_temperatures(logits.temperature, temperature.labels, logits.validation, validation.labels)
     seen: Measured = measure(
-        logits.validation, temperatures, validation.labels, validation.tokens, architecture, metric
+        logits.validation, temperatures.values, validation.labels, validation.tokens, architecture, metric
     )
     grids = {
         criterion: threshold_grid(seen.judged, criterion, architecture.num_labels, points) for criterion in CRITERIA
@@ -211,11 +254,11 @@ def calibrate_precision(
     curves = {criterion: curve(seen, criterion, grid) for criterion, grid in grids.items()}
     to_certify = tuple(criteria) if criteria else (choose_criterion(curves, qualities),)
 
-    judged_risk = judge_all(logits.risk, temperatures)
+    judged_risk = judge_all(logits.risk, temperatures.values)
     if judged_risk.labels.shape[1] != len(risk.labels):
         raise ValueError(f"risk split: logits of {judged_risk.labels.shape[1]} texts, {len(risk.labels)} labels")
     certificate = certify(
-        {criterion: disagreements(judged_risk, criterion, grids[criterion]) for criterion in to_certify},
+        {c: disagreeing(judged_risk, c, grids[c]).sum(axis=1) for c in to_certify},
         len(risk.labels),
         qualities,
         delta,
@@ -236,9 +279,9 @@ def calibrate_precision(
                 speedup=point.speedup,
             )
     return PrecisionCalibration(
-        temperatures=temperatures,
-        calibration_error_before=errors[0],
-        calibration_error_after=errors[1],
+        temperatures=temperatures.values,
+        calibration_error_before=temperatures.error_before,
+        calibration_error_after=temperatures.error_after,
         curves=curves,
         certified=tuple(tiers[quality] for quality in sorted(tiers, reverse=True)),
         refused=tuple(RefusedTier(quality=r.quality, why=r.why, n_needed=r.n_needed) for r in certificate.refused),
@@ -248,12 +291,12 @@ def calibrate_precision(
 def calibrate(
     logits: Mapping[Precision, SplitLogits],
     architecture: Architecture,
-    temperature: Split,
-    risk: Split,
+    *,
     validation: Split,
+    risk: Split,
     metric: str,
     data_sha256: str,
-    *,
+    temperature: Split | None = None,
     delta: float = DELTA,
     qualities: Sequence[float] = QUALITIES,
     criteria: Sequence[Criterion] | None = None,
@@ -266,7 +309,7 @@ def calibrate(
     return Calibration(
         metric=metric,
         delta=delta,
-        n_temperature=len(temperature.labels),
+        n_temperature=0 if temperature is None else len(temperature.labels),
         n_risk=len(risk.labels),
         n_validation=len(validation.labels),
         data_sha256=data_sha256,
@@ -274,10 +317,10 @@ def calibrate(
             precision: calibrate_precision(
                 of_splits,
                 architecture,
-                temperature,
-                risk,
-                validation,
-                metric,
+                validation=validation,
+                risk=risk,
+                metric=metric,
+                temperature=temperature,
                 delta=delta,
                 qualities=qualities,
                 criteria=criteria,

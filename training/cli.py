@@ -367,7 +367,9 @@ def _evaluation_in_words(summary: Mapping[str, Any]) -> str:
     """Tables for a terminal, one pair per precision."""
     lines = []
     for precision, found in summary["precisions"].items():
-        lines.append(f"{precision}: {found['metric']} on {found['n']} texts, full depth {100 * found['full_depth']:.1f} %")
+        lines.append(
+            f"{precision}: {found['metric']} on {found['n']} texts, full depth {100 * found['full_depth']:.1f} %"
+        )
         lines.append("  exit  cost in layers  " + found["metric"])
         lines += [
             f"  {e['exit']:>4}  {e['cost_in_layers']:>14.2f}  {100 * e['metrics'][found['metric']]:.1f} %"

@@ -17,6 +17,8 @@ from models.bundle import Bundle, CurvePoint, ExitScore, Precision, PrecisionCal
 from models.costs import exit_costs
 from models.exits import Criterion, Judged, Policy, judge_all, leave_at
 from models.tokenization import Encoded
+from training.data import DataError, Table, check_labels, tokenize
+from training.metrics import metric_value
 from training.risk import wsr_upper_bound
 
 Ints = NDArray[np.int64]
@@ -33,66 +35,21 @@ class GraphError(Exception):
 # --- metrics ---------------------------------------------------------------------------------------------------------
 
 
-def confusion(predictions: Ints, labels: Ints, classes: int) -> Ints:
-    """Counts ``[K, K + 1]``: row the true class, column the predicted one; the last column holds answers that were no
-    class at all (label -1, from logits that were not finite)."""
+def score(name: str, predictions: Ints, labels: Ints) -> float:
+    """The task metric ``name`` of ``predictions [N]``, where -1 (logits that were not finite) is no class, so wrong."""
     _same_length(predictions, labels)
-    if len(labels) and (labels.min() < 0 or labels.max() >= classes):
-        raise ValueError(f"labels must lie between 0 and {classes - 1}")
-    columns = np.where(predictions >= 0, predictions, classes)
-    counts = np.bincount(labels * (classes + 1) + columns, minlength=classes * (classes + 1))
-    return counts.reshape(classes, classes + 1).astype(np.int64)
+    nothing = max(int(predictions.max()), int(labels.max())) + 2
+    return metric_value(name, np.where(predictions < 0, nothing, predictions), labels)
 
 
-def accuracy_of(counts: NDArray[Any]) -> Floats:
-    """Share of right answers ``[...]`` from confusion counts ``[..., K, K + 1]``."""
-    return np.asarray(np.trace(counts, axis1=-2, axis2=-1) / counts.sum(axis=(-2, -1)))
-
-
-def matthews_of(counts: NDArray[Any]) -> Floats:
-    """Matthews correlation ``[...]`` for any number of classes (Gorodkin 2004); 0 where one side has one class only."""
-    c = np.asarray(counts, dtype=np.float64)
-    total, right = c.sum(axis=(-2, -1)), np.trace(c, axis1=-2, axis2=-1)
-    true, predicted = c.sum(axis=-1), c.sum(axis=-2)
-    covariance = right * total - (true * predicted[..., : true.shape[-1]]).sum(axis=-1)
-    spread = (total**2 - (true**2).sum(axis=-1)) * (total**2 - (predicted**2).sum(axis=-1))
-    return np.where(spread > 0, covariance / np.sqrt(np.where(spread > 0, spread, 1)), 0.0)
-
-
-def f1_of(counts: NDArray[Any]) -> Floats:
-    """F1 ``[...]``: of class 1 where there are two (as GLUE scores MRPC and QQP), else the mean over classes."""
-    c = np.asarray(counts, dtype=np.float64)
-    true, predicted = c.sum(axis=-1), c.sum(axis=-2)[..., : c.shape[-2]]
-    hits = np.diagonal(c, axis1=-2, axis2=-1)
-    both = true + predicted
-    per_class = np.where(both > 0, 2 * hits / np.where(both > 0, both, 1), 0.0)
-    return np.asarray(per_class[..., 1] if c.shape[-2] == 2 else per_class.mean(axis=-1))
-
-
-METRICS: dict[str, Callable[[NDArray[Any]], Floats]] = {
-    "accuracy": accuracy_of,
-    "matthews": matthews_of,
-    "f1": f1_of,
-}
-
-
-def metric(name: str, predictions: Ints, labels: Ints, classes: int) -> float:
-    """The metric ``name`` of ``predictions [N]`` against ``labels [N]``; raises ValueError for an unknown name."""
-    _known_metric(name)
-    return float(METRICS[name](confusion(predictions, labels, classes)))
-
-
-def standard_error(name: str, predictions: Ints, labels: Ints, classes: int) -> float:
-    """Sampling error of the metric: √(p(1 − p)/n) of an accuracy, else the bootstrap's (500 resamples, fixed seed)."""
-    _known_metric(name)
-    counts = confusion(predictions, labels, classes)
-    n = int(counts.sum())
+def standard_error(name: str, predictions: Ints, labels: Ints) -> float:
+    """Sampling error of the metric: √(p(1 − p)/n) of an accuracy, else the bootstrap's (200 resamples, fixed seed)."""
+    n = len(labels)
     if name == "accuracy":
-        share = float(accuracy_of(counts))
+        share = score(name, predictions, labels)
         return float(np.sqrt(share * (1 - share) / n))
-    # Resampling texts is a multinomial draw of the confusion counts.
-    draws = np.random.default_rng(0).multinomial(n, counts.ravel() / n, size=500).reshape(500, *counts.shape)
-    return float(METRICS[name](draws).std(ddof=1))
+    rows = np.random.default_rng(0).integers(n, size=(200, n))
+    return float(np.std([score(name, predictions[row], labels[row]) for row in rows], ddof=1))
 
 
 # --- running the graphs ----------------------------------------------------------------------------------------------
@@ -144,7 +101,7 @@ def run_graphs(
                     f"{path}: logits of shape {list(answer.shape)}, not {[len(rows), architecture.num_labels]}"
                 )
             logits[index, rows] = answer
-            feeds = {**outputs, "attention_mask": mask}
+            feeds = {name.removeprefix("next_"): array for name, array in outputs.items()} | {"attention_mask": mask}
         if progress is not None:
             progress(len(rows))
     return logits
@@ -208,12 +165,11 @@ def _open(path: Path, architecture: Architecture, segment: int, threads: int) ->
 @dataclass(frozen=True, slots=True)
 class Measured:
     """A split as policies see it: ``judged [E, N]``, true ``labels [N]``, ``costs [E, N]`` in layers at each text's own
-    length, ``classes`` K, and the task's ``metric``."""
+    length, and the task's ``metric``."""
 
     judged: Judged
     labels: Ints
     costs: Floats
-    classes: int
     metric: str
 
     @property
@@ -243,7 +199,6 @@ def measure(
 ) -> Measured:
     """Judges ``logits [E, N, K]`` once, for any number of policies. ``tokens [N]`` counts special tokens too."""
     labels, tokens = np.asarray(labels, dtype=np.int64), np.asarray(tokens, dtype=np.int64)
-    _known_metric(metric_name)
     _same_length(labels, tokens)
     expected = (len(architecture.exits), len(labels), architecture.num_labels)
     if np.shape(logits) != expected:
@@ -251,7 +206,7 @@ def measure(
     if not len(labels):
         raise ValueError("the split holds no texts")
     judged = judge_all(logits, temperatures)
-    return Measured(judged, labels, text_costs(architecture, tokens), architecture.num_labels, metric_name)
+    return Measured(judged, labels, text_costs(architecture, tokens), metric_name)
 
 
 def curve_point(split: Measured, policy: Policy) -> CurvePoint:
@@ -263,7 +218,7 @@ def curve_point(split: Measured, policy: Policy) -> CurvePoint:
     shares = np.bincount(chosen, minlength=len(split.costs)) / len(texts)
     return CurvePoint(
         threshold=policy.threshold,
-        metric=_rounded(metric(split.metric, answers, split.labels, split.classes)),
+        metric=_rounded(score(split.metric, answers, split.labels)),
         agreement=_rounded(float((answers == split.last_labels).mean())),
         mean_cost=_rounded(mean_cost),
         speedup=_rounded(float(split.costs[-1].mean()) / mean_cost),
@@ -285,10 +240,8 @@ def exit_scores(split: Measured, metrics: Sequence[str] | None = None) -> tuple[
             ExitScore(
                 exit=index + 1,
                 cost_in_layers=_rounded(float(split.costs[index].mean())),
-                metrics={name: _rounded(metric(name, answers, split.labels, split.classes)) for name in names},
-                standard_errors={
-                    name: _rounded(standard_error(name, answers, split.labels, split.classes)) for name in names
-                },
+                metrics={name: _rounded(score(name, answers, split.labels)) for name in names},
+                standard_errors={name: _rounded(standard_error(name, answers, split.labels)) for name in names},
             )
         )
     return tuple(scores)
@@ -307,7 +260,7 @@ def evaluate(split: Measured, calibration: PrecisionCalibration, delta: float = 
     thresholds, and ``tiers``: what each certified threshold gives here, with the share of the metric kept and the upper
     bound (Waudby-Smith and Ramdas, at ``delta``, each by itself) on the accuracy lost by leaving early.
     """
-    full = metric(split.metric, split.last_labels, split.labels, split.classes)
+    full = score(split.metric, split.last_labels, split.labels)
     tiers = []
     for tier in calibration.certified:
         policy = Policy(tier.criterion, tier.threshold)
@@ -338,9 +291,40 @@ def evaluate(split: Measured, calibration: PrecisionCalibration, delta: float = 
     }
 
 
-def _known_metric(name: str) -> None:
-    if name not in METRICS:
-        raise ValueError(f"metric must be one of {', '.join(METRICS)}, not {name!r}")
+def evaluate_bundle(
+    bundle: Bundle | str | Path,
+    table: Table,
+    *,
+    precisions: Sequence[Precision] | None = None,
+    progress: Callable[[int], None] | None = None,
+) -> dict[str, Any]:
+    """:func:`evaluate` of a bundle on labelled texts, by precision (None: all it has), JSON types only.
+
+    Raises :class:`training.data.DataError` for a label that the bundle does not know and for pairs where it takes
+    single texts, or the other way round.
+    """
+    if not isinstance(bundle, Bundle):
+        bundle = Bundle.load(bundle)
+    manifest = bundle.manifest
+    check_labels(table.examples, manifest.labels, table.source)
+    if (table.examples[0].pair is not None) != manifest.takes_pairs:
+        raise DataError(f"{table.source}: {manifest.name} takes {'pairs' if manifest.takes_pairs else 'single texts'}")
+    texts = tokenize(table.examples, manifest.labels, bundle.encoder)
+    tokens = np.asarray([len(text) for text in texts.texts], dtype=np.int64)
+    found = {}
+    for precision in precisions or tuple(manifest.precisions):
+        logits = run_bundle(bundle, precision, texts.texts, progress=progress)
+        calibration = bundle.calibration.precisions[precision]
+        split = measure(
+            logits,
+            calibration.temperatures,
+            texts.labels,
+            tokens,
+            manifest.architecture,
+            bundle.calibration.metric,
+        )
+        found[precision] = evaluate(split, calibration, bundle.calibration.delta)
+    return {"name": manifest.name, "version": manifest.version, "source": table.source, "precisions": found}
 
 
 def _same_length(first: Ints, second: Ints) -> None:

@@ -319,9 +319,7 @@ def export_run(folder: Path, exits: Sequence[int] | None, target: Path, *, obser
     prepared = prepare(settings.data, settings.training.seed)
     provenance = {**_provenance(settings, prepared, None), "exits_kept": list(exits) if exits else "all"}
     tokenizer_json = (folder / "tokenizer.json").read_text(encoding="utf-8")
-    return make_bundle(
-        architecture, weights, tokenizer_json, prepared, settings, provenance, target, observer=observer
-    )
+    return make_bundle(architecture, weights, tokenizer_json, prepared, settings, provenance, target, observer=observer)
 
 
 def make_bundle(

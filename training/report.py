@@ -205,6 +205,8 @@ def bundle_plot(
     if not scores:
         raise ValueError("manifest: scores are empty; the plot needs the scores of each exit")
     same = next((entry for entry in scores if entry.split == "validation"), scores[0])
+    if precision not in same.per_exit:
+        raise ValueError(f"manifest: scores on {same.split} lack the default precision {precision}")
     where = f"{precision}, {calibration.n_validation:,} texts of the validation split"
     if same.split != "validation":
         where += f"; single exits and full depth: {same.n:,} texts of {same.split}"
@@ -326,8 +328,8 @@ def _certified(precision: Precision, calibration: Calibration) -> str:
             "`quality: q` promises that the answer is the last exit's with probability ≥ q. All rows hold at once with "
             f"probability ≥ {1 - calibration.delta:g} over the draw of the {calibration.n_risk:,} texts of the risk "
             "split, which neither training nor the choice of the grid saw (exact binomial test, fixed sequence from "
-            "the safest threshold, Bonferroni over qualities). `disagree` is what that split showed; the columns right "
-            f"of it are the {calibration.n_validation:,} texts of the validation split:"
+            "the safest threshold, Bonferroni over all of them). `disagree` is what that split showed; the columns "
+            f"right of it are the {calibration.n_validation:,} texts of the validation split:"
         )
         table = [["quality", "leaves by", "disagree", "agreement", calibration.metric, "kept", "cost", "speed-up"]]
         for tier in calibrated.certified:
@@ -365,11 +367,13 @@ def _calibrated(calibration: Calibration) -> str:
         )
         for number, (temperature, before, after) in enumerate(rows, start=1):
             table.append([precision, str(number), f"{temperature:.3f}", f"{before:.4f}", f"{after:.4f}"])
+    own = calibration.n_temperature
+    fitted = f"{own:,} texts of their own" if own else "the validation split (judged by halves)"
     return (
         "## Calibration of the scores\n\n"
-        f"Scores are softmax after the exit's temperature, fitted on {calibration.n_temperature:,} texts and kept only "
-        "where it lowers the loss on the validation split (1 where it does not). Expected calibration error, 15 bins, "
-        f"on the validation split:\n\n{_table(table)}"
+        f"Scores are softmax after the exit's temperature, fitted on {fitted} and kept only where it lowers the loss "
+        "of texts that did not fit it (1 where it does not). Expected calibration error, 15 bins, on such texts of "
+        f"the validation split:\n\n{_table(table)}"
     )
 
 
@@ -393,10 +397,10 @@ def _serving(manifest: Mapping[str, Any], calibration: Calibration, example: str
 
 def _provenance(manifest: Mapping[str, Any], calibration: Calibration) -> str:
     rows = [["", ""], *([key, value] for key, value in _flat(manifest["provenance"]))]
+    own = f"temperature {calibration.n_temperature:,}, " if calibration.n_temperature else ""
     splits = (
-        f"Splits that training never saw: temperature {calibration.n_temperature:,}, validation "
-        f"{calibration.n_validation:,}, risk {calibration.n_risk:,} texts (sha256 of the risk split "
-        f"`{calibration.data_sha256[:16]}…`)."
+        f"Splits that no weight was fitted on: {own}validation {calibration.n_validation:,}, risk "
+        f"{calibration.n_risk:,} texts (sha256 of the risk split `{calibration.data_sha256[:16]}…`)."
     )
     return f"## Data and provenance\n\n{splits}" + (f"\n\n{_table(rows)}" if len(rows) > 1 else "")
 

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
-from scipy.stats import binom
+from scipy.special import bdtr
 
 from models.exits import Criterion
 
@@ -37,7 +37,7 @@ def clopper_pearson_p_value(disagreements: ArrayLike, n: int, epsilon: float) ->
         raise ValueError(f"n must be at least 1, not {n}")
     if counts.size and (counts.min() < 0 or counts.max() > n):
         raise ValueError(f"disagreements must lie between 0 and n = {n}")
-    return np.asarray(binom.cdf(counts, n, epsilon), dtype=np.float64)
+    return np.asarray(bdtr(counts, n, epsilon), dtype=np.float64)
 
 
 def fixed_sequence(p_values: ArrayLike, level: float) -> int | None:
@@ -135,7 +135,7 @@ def n_needed(epsilon: float, delta: float = DELTA, risk: float = 0.0) -> int:
     enough = math.ceil(math.log(1 / delta) / divergence) + 1
     n = np.arange(1, enough + 1)
     # 1e-9: 400 · 0.0025 must count as 1.
-    failing = binom.cdf(np.floor(n * risk + 1e-9), n, epsilon) > delta
+    failing = bdtr(np.floor(n * risk + 1e-9), n, epsilon) > delta
     return int(n[failing][-1]) + 1 if failing.any() else 1
 
 

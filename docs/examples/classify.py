@@ -37,5 +37,5 @@ for wish in WISHES:
     print(wish)
     for text, result in zip(TEXTS, classify({"inputs": TEXTS, **wish})["results"], strict=True):
         left = result["exit"]
-        print(f"  {result['label']} ({result['score']:.2f}) at exit {left['number']} of {left['of']}", end=" ")
-        print(f"after {left['cost']:.2f} layers, {left['reason']}: {text}")
+        print(f"  {result['label']} ({result['score']:.2f}) at exit {left['number']}, {left['reason']},", end=" ")
+        print(f"for the cost of {left['cost']:.2f} of {left['of']} layers: {text}")

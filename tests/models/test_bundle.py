@@ -315,7 +315,7 @@ def test_a_write_that_fails_leaves_the_old_bundle_and_nothing_beside_it(
 
 def test_a_graph_that_is_not_there_leaves_the_old_bundle_and_is_named(path: Path, graphs: list[Path]) -> None:
     graphs[2].unlink()
-    with pytest.raises(FileNotFoundError, match="3.onnx"):
+    with pytest.raises(FileNotFoundError, match=r"3\.onnx"):
         write(path, graphs, replace=True)
     assert Bundle.load(path).manifest.version == "1"
     assert left_beside(path) == []
@@ -372,9 +372,9 @@ def test_a_written_bundle_can_be_read_by_others(path: Path) -> None:
 def test_segments_pass_on_keys_and_values_after_a_peek_only() -> None:
     assert segment_io(ARCHITECTURE, 1) == (
         ("input_ids", "position_ids", "attention_mask", "token_type_ids"),
-        ("logits", "hidden", "key", "value"),
+        ("logits", "next_hidden", "next_key", "next_value"),
     )
-    assert segment_io(ARCHITECTURE, 2) == (("hidden", "key", "value", "attention_mask"), ("logits", "hidden"))
+    assert segment_io(ARCHITECTURE, 2) == (("hidden", "key", "value", "attention_mask"), ("logits", "next_hidden"))
     assert segment_io(ARCHITECTURE, 3) == (("hidden", "attention_mask"), ("logits",))
 
 
