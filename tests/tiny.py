@@ -10,7 +10,16 @@ from numpy.typing import NDArray
 from tokenizers import Tokenizer, models, normalizers, pre_tokenizers, processors
 
 from models.architecture import Architecture, ExitSpec
-from models.bundle import Bundle, Calibration, CurvePoint, Precision, PrecisionCalibration, RefusedTier, Tier, write_bundle
+from models.bundle import (
+    Bundle,
+    Calibration,
+    CurvePoint,
+    Precision,
+    PrecisionCalibration,
+    RefusedTier,
+    Tier,
+    write_bundle,
+)
 from models.costs import exit_costs
 from training.graphs import build_segments
 
@@ -21,7 +30,13 @@ WORDS = (
 POISON = "poison"
 """A word whose embedding is so large that its mean overflows: every exit of a text that holds it is NaN."""
 SPECIAL = ("[PAD]", "[UNK]", "[CLS]", "[SEP]")
-VOCABULARY = (*SPECIAL, *WORDS, POISON, *"abcdefghijklmnopqrstuvwxyz", *(f"##{c}" for c in "abcdefghijklmnopqrstuvwxyz"))
+VOCABULARY = (
+    *SPECIAL,
+    *WORDS,
+    POISON,
+    *"abcdefghijklmnopqrstuvwxyz",
+    *(f"##{c}" for c in "abcdefghijklmnopqrstuvwxyz"),
+)
 MAX_LENGTH = 64
 
 

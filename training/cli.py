@@ -9,7 +9,7 @@ import math
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal, cast
 
 import typer
 
@@ -221,7 +221,7 @@ def _recipe(path: Path, context: typer.Context, names: set[str]) -> dict[str, An
     options = {str(k).replace("-", "_"): v for k, v in document.items()}
     if unknown := sorted(options.keys() - names):
         raise UsageError(f"--recipe {path}: no option {unknown[0]!r}")
-    kinds = {p.name: p.type for p in context.command.params}
+    kinds: dict[str | None, Any] = {p.name: cast(Any, p).type for p in context.command.params}
     given = {n for n in names if getattr(context.get_parameter_source(n), "name", "") == "COMMANDLINE"}
     chosen: dict[str, Any] = {}
     for option, value in options.items():

@@ -42,7 +42,9 @@ def _start(*bundles: Path, **settings: Any) -> "subprocess.Popen[str]":
     environment = {name: value for name, value in os.environ.items() if not name.startswith("OFFRAMP_")}
     given = {"bundles": ":".join(map(str, bundles)), "port": 0} | settings
     environment |= {f"OFFRAMP_{name.upper()}": str(value) for name, value in given.items()}
-    return subprocess.Popen([sys.executable, "-c", PROGRAM], cwd=ROOT, env=environment, stderr=subprocess.PIPE, text=True)
+    return subprocess.Popen(
+        [sys.executable, "-c", PROGRAM], cwd=ROOT, env=environment, stderr=subprocess.PIPE, text=True
+    )
 
 
 class Process:
@@ -206,7 +208,11 @@ async def test_clients_that_leave_free_their_work_and_disturb_nobody(tiny_bundle
 async def test_texts_are_never_logged_at_any_level(tiny_bundle: Bundle) -> None:
     with process(tiny_bundle, log_level="debug", access_log=True) as server:
         async with _client(server) as client:
-            for document in ({"inputs": "xyzzy film"}, {"inputs": {"text": "xyzzy", "text_pair": "xyzzy"}}, {"xyzzy": 1}):
+            for document in (
+                {"inputs": "xyzzy film"},
+                {"inputs": {"text": "xyzzy", "text_pair": "xyzzy"}},
+                {"xyzzy": 1},
+            ):
                 response = await client.post("/classify", json=document)
                 assert response.status_code == 200 or "xyzzy" not in response.json()["error"]["message"]
             await client.post("/classify", content=b'{"inputs": "xyzzy')

@@ -363,7 +363,9 @@ _json = st.recursive(
     lambda inner: st.lists(inner, max_size=4) | st.dictionaries(st.text(max_size=8), inner, max_size=4),
     max_leaves=10,
 )
-_fields = st.dictionaries(st.sampled_from(sorted(ClassifyRequest.model_fields)) | st.text(max_size=5), _json, max_size=6)
+_fields = st.dictionaries(
+    st.sampled_from(sorted(ClassifyRequest.model_fields)) | st.text(max_size=5), _json, max_size=6
+)
 
 
 @settings(max_examples=400, deadline=None)

@@ -209,7 +209,9 @@ async def test_not_a_number_is_never_confident(tiny_bundle: Bundle) -> None:
         assert outcome == Failure("nonfinite")
 
 
-async def test_an_exception_fails_its_batch_and_no_worker(tiny_bundle: Bundle, caplog: pytest.LogCaptureFixture) -> None:
+async def test_an_exception_fails_its_batch_and_no_worker(
+    tiny_bundle: Bundle, caplog: pytest.LogCaptureFixture
+) -> None:
     def broken(segment: int) -> None:
         if segment == 2:
             raise RuntimeError("out of something")
