@@ -37,7 +37,13 @@ def scores(split: str, n: int, precision: PrecisionCalibration) -> dict[str, Any
     return {"split": split, "n": n, "per_exit": {"int8": [row.model_dump(mode="json") for row in rows]}}
 
 
-@pytest.fixture
+@pytest.fixture(scope="module")
+def drawn(manifest: dict[str, Any], calibration: Calibration) -> str:
+    """The plot as SVG: matplotlib leaves every text beside its outlines as a comment."""
+    return bundle_plot(manifest, calibration, image="svg").decode()
+
+
+@pytest.fixture(scope="module")
 def manifest(calibration: Calibration) -> dict[str, Any]:
     return {
         "name": "tiny-sentiment",
@@ -145,24 +151,18 @@ def test_a_card_without_a_plot_shows_none(manifest: dict[str, Any], calibration:
 
 
 def test_the_same_bundle_gives_the_same_card_and_the_same_plot(
-    manifest: dict[str, Any], calibration: Calibration
+    manifest: dict[str, Any], calibration: Calibration, drawn: str
 ) -> None:
     assert model_card(manifest, calibration) == model_card(manifest, calibration)
     plot = bundle_plot(manifest, calibration)
     assert plot == bundle_plot(manifest, calibration)
     assert plot.startswith(b"\x89PNG")
-    assert bundle_plot(manifest, calibration, image="svg") == bundle_plot(manifest, calibration, image="svg")
-
-
-def svg_text(manifest: dict[str, Any], calibration: Calibration) -> str:
-    """The plot as SVG: matplotlib leaves every text beside its outlines as a comment."""
-    return bundle_plot(manifest, calibration, image="svg").decode()
+    assert bundle_plot(manifest, calibration, image="svg").decode() == drawn
 
 
 def test_the_plot_marks_certified_tiers_exits_and_full_depth(
-    manifest: dict[str, Any], calibration: Calibration
+    manifest: dict[str, Any], calibration: Calibration, drawn: str
 ) -> None:
-    drawn = svg_text(manifest, calibration)
     for tier in calibration.precisions["int8"].certified:
         assert f"<!-- {tier.quality:g} -->" in drawn
     for number in range(1, 6):
@@ -173,14 +173,14 @@ def test_the_plot_marks_certified_tiers_exits_and_full_depth(
         assert f"<!-- {criterion} -->" in drawn
 
 
-def test_the_plot_says_where_its_exits_come_from(manifest: dict[str, Any], calibration: Calibration) -> None:
-    assert "500 texts of the validation split; single exits and full depth: 200 texts of dev" in svg_text(
-        manifest, calibration
-    )
+def test_the_plot_says_where_its_exits_come_from(
+    manifest: dict[str, Any], calibration: Calibration, drawn: str
+) -> None:
+    assert "500 texts of the validation split; single exits and full depth: 200 texts of dev" in drawn
     both = [*manifest["scores"], scores("validation", 500, calibration.precisions["int8"])]
-    drawn = svg_text({**manifest, "scores": both}, calibration)
-    assert "500 texts of the validation split" in drawn
-    assert "texts of dev" not in drawn
+    same_split = bundle_plot({**manifest, "scores": both}, calibration, image="svg").decode()
+    assert "500 texts of the validation split" in same_split
+    assert "texts of dev" not in same_split
 
 
 def test_a_plot_without_scores_is_refused(manifest: dict[str, Any], calibration: Calibration) -> None:
