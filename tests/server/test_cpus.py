@@ -20,7 +20,9 @@ def _self(tmp_path: Path, line: str) -> Path:
 
 
 @pytest.mark.usefixtures("sixteen_cores")
-@pytest.mark.parametrize(("quota", "cpus"), [("200000 100000", 2), ("150000 100000", 2), ("10000 100000", 1), ("max 100000", 16)])
+@pytest.mark.parametrize(
+    ("quota", "cpus"), [("200000 100000", 2), ("150000 100000", 2), ("10000 100000", 1), ("max 100000", 16)]
+)
 def test_the_quota_of_cgroup_v2_counts_rounded_up(tmp_path: Path, quota: str, cpus: int) -> None:
     folder = tmp_path / "root" / "pod"
     folder.mkdir(parents=True)

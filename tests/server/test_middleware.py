@@ -79,4 +79,6 @@ async def test_the_access_log_has_the_route_and_no_text(tiny_bundle: Bundle, cap
         await served.client.get("/secret-path?secret=1")
     assert "POST /classify 200" in caplog.text
     assert "GET unmatched 404" in caplog.text
-    assert "secret" not in "".join(record.getMessage() for record in caplog.records if record.name.startswith("offramp"))
+    assert "secret" not in "".join(
+        record.getMessage() for record in caplog.records if record.name.startswith("offramp")
+    )
