@@ -6,6 +6,7 @@ import os
 import signal
 import socket
 import sys
+import threading
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from importlib import metadata
@@ -31,8 +32,8 @@ logger = logging.getLogger("offramp")
 
 DESCRIPTION = """Text classification that pays only for the depth each request needs.
 
-A text leaves the network at the first exit that is sure enough for what its request asked: a certified `quality`, a mean
-`speed`, or a `criterion` with a `threshold`. Every error has one shape: `{"error": {"type", "message", "param"}}`."""
+A text leaves the network at the first exit that is sure enough for what its request asked: a certified `quality`, a
+mean `speed`, or a `criterion` with a `threshold`. Every error is `{"error": {"type", "message", "param"}}`."""
 
 
 def load_bundles(settings: Settings) -> list[Bundle]:
@@ -83,7 +84,7 @@ def create_app(settings: Settings, bundles: Sequence[Bundle]) -> FastAPI:
 
 
 def run(settings: Settings) -> int:
-    """Serves until SIGTERM or SIGINT, and returns the exit status: 0 after a drain, 1 (and one line) on a failed start."""
+    """Serves until SIGTERM or SIGINT, and returns the exit status: 0 after a drain, 1 (and one line) on a bad start."""
     configure_logging(settings.log_level)
     for name in unknown_variables(dict(os.environ)):
         logger.warning("%s is not a setting of this server", name)
@@ -122,6 +123,10 @@ async def _serve(server: uvicorn.Server, app: FastAPI, listener: socket.socket, 
 
     # Uvicorn's own handler would raise the signal again after a clean end, and the exit status would be 143.
     server.handle_exit = on_signal  # type: ignore[method-assign]
+    if threading.current_thread() is threading.main_thread():
+        # Uvicorn does the same a little later; from the line below on, people and tests count on it.
+        for sig in (signal.SIGTERM, signal.SIGINT):
+            signal.signal(sig, on_signal)
     host, port = listener.getsockname()[:2]
     logger.info("listening on http://%s:%d", f"[{host}]" if ":" in host else host, port)
     await server.serve(sockets=[listener])
@@ -133,7 +138,9 @@ def _listen(host: str, port: int) -> socket.socket:
         family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[0]
         return socket.create_server(address[:2], family=family, backlog=2048)
     except OSError as error:
-        raise StartError(f"cannot listen on {host}:{port}: {error.strerror or error}") from None
+        # The text of create_server's own error repeats the address.
+        why = os.strerror(error.errno) if error.errno and error.errno > 0 else error.strerror or error
+        raise StartError(f"cannot listen on {host}:{port}: {why}") from None
 
 
 def configure_logging(level: str) -> None:

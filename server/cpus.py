@@ -10,14 +10,14 @@ from pathlib import Path
 
 
 def cpu_allowance(cgroup_root: Path = Path("/sys/fs/cgroup"), self_cgroup: Path = Path("/proc/self/cgroup")) -> int:
-    """Whole CPUs that this process may use, at least 1: the smaller of its affinity and its cgroup quota (rounded up)."""
+    """Whole CPUs that this process may use, at least 1: its affinity, or its cgroup quota (rounded up) if less."""
     affinity = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     quota = _cgroup_quota(cgroup_root, self_cgroup)
     return max(1, affinity if quota is None else min(affinity, math.ceil(quota)))
 
 
 def split_cpus(cpus: int, workers: int | None, threads: int | None) -> tuple[int, int]:
-    """``(workers, threads)`` for ``cpus`` CPUs; what is given is kept, the rest fills the allowance without exceeding it.
+    """``(workers, threads)`` for ``cpus`` CPUs; what is given is kept, the rest fits into the allowance.
 
     Two threads inside a run take a lone request through in 10.3 ms where one takes 17.0 (design.md section 5), so the
     default is two threads a run and as many workers as that leaves room for.
@@ -43,7 +43,7 @@ def _own_folders(root: Path, self_cgroup: Path) -> list[Path]:
     except OSError:
         return folders
     for line in lines:
-        _, controllers, path = (line.split(":", 2) + ["", ""])[:3]
+        _, controllers, path = ([*line.split(":", 2), "", ""])[:3]
         if controllers and "cpu" not in controllers.split(","):
             continue
         folder = (root / "cpu" if controllers else root) / path.strip("/")

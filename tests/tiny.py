@@ -1,11 +1,12 @@
 """A tiny bundle with real graphs, random weights and a hand-made calibration, for tests that need a whole model."""
 
 import hashlib
-from collections.abc import Mapping
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import onnx
 from numpy.typing import NDArray
 from tokenizers import Tokenizer, models, normalizers, pre_tokenizers, processors
 
@@ -28,7 +29,7 @@ WORDS = (
     "music flute someone and but with story heart soul empty long short slow fast fun sad dark light"
 ).split()
 POISON = "poison"
-"""A word whose embedding is so large that its mean overflows: every exit of a text that holds it is NaN."""
+"""A word whose embedding is NaN in fp32 bundles: every exit of a text that holds it is NaN."""
 SPECIAL = ("[PAD]", "[UNK]", "[CLS]", "[SEP]")
 VOCABULARY = (
     *SPECIAL,
@@ -41,7 +42,7 @@ MAX_LENGTH = 64
 
 
 def tiny_architecture(**changes: Any) -> Architecture:
-    """Four layers of width 32 with an exit of each head but ``attention``: peek at 0, mean at 1, peek at 2, cls at 4."""
+    """Four layers of width 32 and an exit of each head but ``attention``: peek at 0, mean at 1, peek at 2, cls at 4."""
     fields: dict[str, Any] = {
         "backbone": "tiny-random",
         "num_layers": 4,
@@ -157,21 +158,20 @@ def write_tiny_bundle(
     labels: tuple[str, ...] = ("negative", "positive"),
     takes_pairs: bool = False,
     precisions: tuple[Precision, ...] = ("fp32",),
-    weights: Mapping[str, NDArray[np.float32]] | None = None,
+    poison: Sequence[str] = (POISON,),
     seed: int = 0,
     **architecture_changes: Any,
 ) -> Bundle:
-    """Writes a servable bundle at ``folder / name``."""
+    """Writes a servable bundle at ``folder / name``; the tokens ``poison`` have NaN for an embedding in fp32."""
     architecture = tiny_architecture(num_labels=len(labels), **architecture_changes)
-    if weights is None:
-        drawn = random_weights(architecture, seed)
-        drawn["embeddings.word"][VOCABULARY.index(POISON)] = 3e38
-        weights = drawn
+    weights = random_weights(architecture, seed)
     graphs = {
         precision: build_segments(architecture, weights, precision, folder / f"{name}-graphs-{precision}")
         for precision in precisions
         if precision != "fp16"
     }
+    if "fp32" in graphs:
+        _poison(graphs["fp32"][0], poison)
     calibration = Calibration(
         metric="accuracy",
         delta=0.05,
@@ -203,3 +203,14 @@ def write_tiny_bundle(
         graphs=graphs,
         readme="# tiny\n",
     )
+
+
+def _poison(graph: Path, tokens: Sequence[str]) -> None:
+    """Puts NaN into the finished graph of segment 1: weights that are not finite are refused before they get there."""
+    model = onnx.load(graph)
+    for tensor in model.graph.initializer:
+        if tensor.name == "embeddings.word.table":
+            table = onnx.numpy_helper.to_array(tensor).copy()
+            table[[VOCABULARY.index(token) for token in tokens]] = np.nan
+            tensor.CopyFrom(onnx.numpy_helper.from_array(table, tensor.name))
+    onnx.save(model, graph)

@@ -91,15 +91,14 @@ def _texts(request: ClassifyRequest, model: ServedModel, settings: Settings) -> 
     texts = []
     for element, path in zip(elements, paths, strict=True):
         if isinstance(element, TextPair):
-            text, pair = Text(element.text, element.text_pair), f"{path}.text_pair"
-            path = f"{path}.text"
+            text, first, pair = Text(element.text, element.text_pair), f"{path}.text", f"{path}.text_pair"
         else:
-            text, pair = Text(element), path
+            text, first, pair = Text(element), path, path
         if takes_pairs and text.pair is None:
             raise invalid("this model classifies pairs: an object with text and text_pair is needed", pair)
         if text.pair is not None and not takes_pairs:
             raise invalid("this model takes single texts, no pairs", pair)
-        _check_text(text.text, path, settings)
+        _check_text(text.text, first, settings)
         if text.pair is not None:
             _check_text(text.pair, pair, settings)
         texts.append(text)

@@ -54,7 +54,8 @@ class ClassifyRequest(_Strict):
     chooses the depth; none of them means the server's default quality."""
 
     inputs: _Inputs = Field(
-        description="one text, or a list. A list of two strings is two texts; a pair is an object with text and text_pair"
+        description="one text, or a list; two strings in a list are two texts, a pair is an object with text and "
+        "text_pair"
     )
     model: str | None = Field(
         default=None, min_length=1, max_length=128, description="a name from /models; none means the server's default"
@@ -82,8 +83,8 @@ class ClassifyRequest(_Strict):
         ge=0,
         le=1000,
         allow_inf_nan=False,
-        description="leave at a confidence of at least, or a normalised entropy of at most this (0 to 1), or after this "
-        "many exits in a row that agree with the exit before them (patience, a whole number from 1)",
+        description="leave at a confidence of at least, or a normalised entropy of at most this (0 to 1), or after "
+        "this many exits in a row that agree with the exit before them (patience, a whole number from 1)",
     )
     min_exit: int | None = Field(
         default=None,
@@ -107,15 +108,15 @@ class ClassifyRequest(_Strict):
         gt=0,
         le=600_000,
         allow_inf_nan=False,
-        description="milliseconds after which texts are answered from their latest exit (reason `deadline`, no promise); "
-        "504 where a text has passed none",
+        description="milliseconds after which texts are answered from their latest exit (reason `deadline`, no "
+        "promise); 504 where a text has passed none",
     )
     top_k: int | None = Field(
         default=None, ge=1, le=100_000, description="length of `scores`; none, or more than there are, means all labels"
     )
     raw_scores: bool = Field(
         default=False,
-        description="scores are the exit's logits, before temperature and softmax; confidence and entropy stay as they are",
+        description="scores are the exit's logits, before temperature and softmax; confidence and entropy stay",
     )
     truncate: bool = Field(
         default=True, description="cut texts that are longer than the model takes; false answers them with 413"
@@ -151,8 +152,8 @@ class Exit(_Strict):
         "text's length"
     )
     reason: Reason = Field(
-        description="confidence, entropy, patience: the criterion was met; final: the last exit; max_exit, deadline: that "
-        "limit ended the way"
+        description="confidence, entropy, patience: the criterion was met; final: the last exit; max_exit, deadline: "
+        "that limit ended the way"
     )
     confidence: float = Field(description="largest probability")
     entropy: float = Field(description="entropy divided by the log of the number of labels: 0 certain, 1 uniform")

@@ -59,8 +59,8 @@ class NoTokens(Exception):
 
 
 class Observer(Protocol):
-    """Who is told what happens: once for each run of a segment (from worker threads), and exactly once for each admitted
-    text (from the event loop's thread)."""
+    """Who is told what happens: once for each run of a segment (from worker threads), and exactly once for each
+    admitted text (from the event loop's thread)."""
 
     def segment_ran(self, segment: int, texts: int, seconds: float) -> None: ...
     def answered(self, answer: Answer) -> None: ...
@@ -77,7 +77,7 @@ class Submitted:
 
 
 class Engine:
-    """Runs one model. Create it anywhere, ``start`` it on an event loop, ``submit`` from that loop, ``close`` it there."""
+    """Runs one model: ``start`` it on an event loop, ``submit`` to it and ``close`` it from there."""
 
     def __init__(
         self,

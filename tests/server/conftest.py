@@ -89,10 +89,11 @@ def error_of(response: httpx.Response) -> dict[str, Any]:
     document = response.json()
     assert set(document) == {"error"}, document
     assert set(document["error"]) == {"type", "message", "param"}, document
-    assert isinstance(document["error"]["message"], str) and document["error"]["message"]
+    assert isinstance(document["error"]["message"], str)
+    assert document["error"]["message"]
     return document["error"]
 
 
 @pytest.fixture(scope="module")
 def texts() -> Iterator[list[str]]:
-    yield some_texts(60)
+    return some_texts(60)

@@ -1,5 +1,6 @@
 """POST /classify over HTTP: what it answers, what it refuses, and in what words."""
 
+import itertools
 import json
 from collections import Counter
 from collections.abc import AsyncIterator
@@ -40,8 +41,10 @@ async def test_one_text_gets_one_result_of_the_documented_shape(served: Served, 
     document = ClassifyResponse.model_validate_json(response.content)
     assert (document.model, document.version) == ("tiny", "1")
     (result,) = document.results
-    assert result.tokens == 5 and not result.truncated
-    assert result.label == result.scores[0].label and result.score == result.scores[0].score
+    assert result.tokens == 5
+    assert not result.truncated
+    assert result.label == result.scores[0].label
+    assert result.score == result.scores[0].score
     assert sum(score.score for score in result.scores) == pytest.approx(1.0)
     assert result.exit.of == 4
     assert result.exit.tier == 0.97
@@ -92,7 +95,8 @@ async def test_deeper_qualities_go_deeper(served: Served) -> None:
         results = await served.results(texts, **wish)
         depths.append(sum(result["exit"]["cost"] for result in results))
         assert {result["exit"]["tier"] for result in results} == {wish.get("quality")}
-    assert depths == sorted(depths) and len(set(depths)) == 4
+    assert depths == sorted(depths)
+    assert len(set(depths)) == 4
 
 
 async def test_quality_1_is_the_last_exit_for_every_text(served: Served) -> None:
@@ -126,7 +130,7 @@ async def test_patience_leaves_when_exits_agree(served: Served) -> None:
     for result in await served.results(some_texts(30), criterion="patience", threshold=1, explain=True):
         labels = [passed["label"] for passed in result["exits"]]
         assert len(labels) >= 2
-        assert all(one != other for one, other in zip(labels[:-2], labels[1:-1], strict=True))
+        assert all(one != other for one, other in itertools.pairwise(labels[:-1]))
         assert labels[-1] == labels[-2] or len(labels) == 4
 
 
@@ -167,7 +171,8 @@ async def test_top_k_shortens_the_scores(served: Served) -> None:
 
 async def test_a_long_text_is_cut_and_says_so(served: Served) -> None:
     (result,) = await served.results("good " * 200)
-    assert result["truncated"] and result["tokens"] == 64
+    assert result["truncated"]
+    assert result["tokens"] == 64
 
 
 async def test_a_deadline_far_away_changes_nothing(served: Served) -> None:
@@ -280,7 +285,8 @@ async def test_limits_in_messages_name_the_number_and_the_setting(served: Served
     assert "64" in error_of(await served.classify(["a"] * 65))["message"]
     assert "OFFRAMP_MAX_INPUTS" in error_of(await served.classify(["a"] * 65))["message"]
     too_long = error_of(await served.classify("good " * 100, truncate=False))["message"]
-    assert "102 tokens" in too_long and "64" in too_long
+    assert "102 tokens" in too_long
+    assert "64" in too_long
 
 
 @pytest.mark.parametrize(
@@ -368,7 +374,7 @@ _fields = st.dictionaries(
 )
 
 
-@settings(max_examples=400, deadline=None)
+@settings(max_examples=120, deadline=None)
 @given(document=_json | _fields)
 def test_any_json_is_a_request_or_a_refusal_without_its_text(document: Any) -> None:
     body = json.dumps(document).encode()
@@ -377,16 +383,19 @@ def test_any_json_is_a_request_or_a_refusal_without_its_text(document: Any) -> N
     except ValidationError as error:
         problem = from_validation(error, body)
         assert problem.status in (400, 422)
-        assert problem.message and "input_value" not in problem.message
+        assert problem.message
+        assert "input_value" not in problem.message
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=100, deadline=None)
 @given(body=st.binary(max_size=60))
 def test_any_bytes_are_a_request_or_a_refusal(body: bytes) -> None:
+    problem = None
     try:
         ClassifyRequest.model_validate_json(body)
     except ValidationError as error:
-        assert from_validation(error, body).status in (400, 422)
+        problem = from_validation(error, body)
+    assert problem is None or problem.status in (400, 422)
 
 
 _wishes = st.fixed_dictionaries(
@@ -407,7 +416,7 @@ _wishes = st.fixed_dictionaries(
 )
 
 
-@settings(max_examples=120, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(wish=_wishes)
 async def test_any_wish_gets_an_answer_of_the_documented_shape_or_a_clear_refusal(
     served: Served, wish: dict[str, Any]

@@ -74,7 +74,8 @@ def test_a_speed_takes_the_point_that_agrees_best(speed: float, threshold: float
 
 def test_a_speed_beyond_the_curve_names_its_end() -> None:
     refusal = _refusal(speed=3.5)
-    assert refusal.param == "speed" and "ends at 3" in refusal.message
+    assert refusal.param == "speed"
+    assert "ends at 3" in refusal.message
     assert fastest(CALIBRATION) == 3.0
 
 

@@ -11,7 +11,7 @@ import pytest
 
 from models.bundle import Bundle
 from models.exits import Policy, full_depth
-from server.engine.engine import Engine, NotRunning, NoTokens, Overloaded, TooLong
+from server.engine.engine import Engine, NoTokens, NotRunning, Overloaded, TooLong
 from server.engine.request import Answer, Failure, Outcome, Text
 from server.engine.runner import Runner, SegmentOutput, Work
 from tests.server.conftest import some_texts
@@ -200,7 +200,8 @@ async def test_a_poisoned_text_fails_alone(tiny_bundle: Bundle) -> None:
         np.testing.assert_allclose(answered(good).left.logits, expected.left.logits, atol=1e-5)
         assert answered(other).left.exit == 4
         assert rig.tally.failures == [Failure("nonfinite")]
-        assert (1, 3) in rig.spy.runs and (2, 2) in rig.spy.runs
+        assert (1, 3) in rig.spy.runs
+        assert (2, 2) in rig.spy.runs
 
 
 async def test_not_a_number_is_never_confident(tiny_bundle: Bundle) -> None:
@@ -296,7 +297,8 @@ async def test_refused_texts_give_their_places_back(tiny_bundle: Bundle, broken:
 async def test_a_long_text_is_cut_or_refused_as_wished(tiny_bundle: Bundle) -> None:
     async with running(tiny_bundle) as rig:
         answer = answered((await rig.ask("good " * 200))[0])
-        assert answer.truncated and answer.tokens == 64
+        assert answer.truncated
+        assert answer.tokens == 64
         with pytest.raises(TooLong) as caught:
             await rig.ask("a", "good " * 200, truncate=False)
         assert (caught.value.index, caught.value.tokens, caught.value.limit) == (1, 202, 64)

@@ -64,14 +64,16 @@ def test_survivors_join_whoever_waits_for_their_segment() -> None:
     scheduler.add([_item(7, segment=2)], 0.0)
     scheduler.add([_item(1, segment=2)], 1.0)
     batch = scheduler.pick(1.0)
-    assert batch is not None and [item.arrival for item in batch.items] == [1, 7]
+    assert batch is not None
+    assert [item.arrival for item in batch.items] == [1, 7]
 
 
 def test_texts_of_very_different_lengths_do_not_share_a_batch() -> None:
     scheduler = _scheduler(tokens=1000)
     scheduler.add([_item(0, tokens=4), _item(1, tokens=60), _item(2, tokens=9)], 0.0)
     batch = scheduler.pick(0.0)
-    assert batch is not None and [item.arrival for item in batch.items] == [0, 2]
+    assert batch is not None
+    assert [item.arrival for item in batch.items] == [0, 2]
 
 
 def test_the_padded_batch_stays_within_the_token_budget() -> None:
@@ -85,7 +87,8 @@ def test_a_text_longer_than_the_budget_runs_alone() -> None:
     scheduler = _scheduler(tokens=10)
     scheduler.add([_item(0, tokens=40), _item(1, tokens=40)], 0.0)
     batch = scheduler.pick(0.0)
-    assert batch is not None and len(batch.items) == 1
+    assert batch is not None
+    assert len(batch.items) == 1
 
 
 def test_removed_done_and_late_items_never_run() -> None:
@@ -95,7 +98,8 @@ def test_removed_done_and_late_items_never_run() -> None:
     scheduler.remove(removed)
     done.done = True
     batch = scheduler.pick(1.0)
-    assert batch is not None and list(batch.items) == [kept]
+    assert batch is not None
+    assert list(batch.items) == [kept]
     assert scheduler.waiting == 0
     assert scheduler.pick(2.0) is None
 
@@ -122,7 +126,8 @@ def test_items_that_are_removed_do_not_pile_up() -> None:
     held = sum(len(queue) for queue in scheduler._queues.values())
     assert held < 200
     batch = scheduler.pick(0.0)
-    assert batch is not None and list(batch.items) == [oldest]
+    assert batch is not None
+    assert list(batch.items) == [oldest]
 
 
 _steps = st.lists(
