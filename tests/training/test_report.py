@@ -10,7 +10,7 @@ import pytest
 from models.bundle import Calibration, PrecisionCalibration
 from tests.training.synthetic import architecture, draw
 from training.calibrate import Split, SplitLogits, calibrate
-from training.evaluate import exit_scores, measure
+from training.evaluate import curve, exit_scores, measure
 from training.report import bundle_plot, model_card
 
 
@@ -173,14 +173,42 @@ def test_the_plot_marks_certified_tiers_exits_and_full_depth(
         assert f"<!-- {criterion} -->" in drawn
 
 
-def test_the_plot_says_where_its_exits_come_from(
+def test_the_plot_says_where_its_exits_and_curves_come_from(
     manifest: dict[str, Any], calibration: Calibration, drawn: str
 ) -> None:
-    assert "500 texts of the validation split; single exits and full depth: 200 texts of dev" in drawn
-    both = [*manifest["scores"], scores("validation", 500, calibration.precisions["int8"])]
-    same_split = bundle_plot({**manifest, "scores": both}, calibration, image="svg").decode()
-    assert "500 texts of the validation split" in same_split
-    assert "texts of dev" not in same_split
+    assert "200 texts of dev; curves: 700 texts of the risk split" in drawn
+    whole = {**manifest, "scores": [with_curves(manifest["scores"][0], calibration)]}
+    one_split = bundle_plot(whole, calibration, image="svg").decode()
+    assert "200 texts of dev" in one_split
+    assert "risk split" not in one_split
+
+
+def test_the_card_shows_what_certified_thresholds_gave_on_the_evaluation_split(
+    manifest: dict[str, Any], calibration: Calibration
+) -> None:
+    entry = with_curves(manifest["scores"][0], calibration)
+    card = model_card({**manifest, "scores": [entry]}, calibration)
+    assert "The same thresholds on dev, n = 200" in card
+    section = card[card.index("The same thresholds on dev") :]
+    full = entry["per_exit"]["int8"][-1]["metrics"]["accuracy"]
+    for tier in calibration.precisions["int8"].certified:
+        point = next(p for p in entry["curves"]["int8"][tier.criterion] if p["threshold"] == tier.threshold)
+        row = rows_of(section, f"{tier.quality:g}")[0]
+        assert row[1] == f"{100 * point['agreement']:.2f} %"
+        assert row[3] == f"{100 * point['metric'] / full:.1f} %"
+        assert row[5] == f"{point['speedup']:.2f}×"
+
+
+def with_curves(entry: dict[str, Any], calibration: Calibration) -> dict[str, Any]:
+    """Evaluation scores with the curves of their own texts, at the calibration's thresholds."""
+    calibrated = calibration.precisions["int8"]
+    logits, labels, tokens = draw(entry["n"], seed=2)
+    split = measure(logits, calibrated.temperatures, labels, tokens, architecture(), "accuracy")
+    curves = {
+        criterion: [p.model_dump(mode="json") for p in curve(split, criterion, [p.threshold for p in points])]
+        for criterion, points in calibrated.curves.items()
+    }
+    return {**entry, "curves": {"int8": curves}}
 
 
 def test_a_plot_without_scores_is_refused(manifest: dict[str, Any], calibration: Calibration) -> None:
