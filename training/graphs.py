@@ -99,7 +99,7 @@ def check_weights(architecture: Architecture, weights: Weights) -> None:
 
     Tables may have more rows than the architecture uses. Weights that no exit needs are not looked at.
     """
-    for name, shape in _shapes(architecture).items():
+    for name, shape in weight_shapes(architecture).items():
         if name not in weights:
             raise ValueError(f"weight {name} is missing")
         array = weights[name]
@@ -113,7 +113,7 @@ def check_weights(architecture: Architecture, weights: Weights) -> None:
             raise ValueError(f"weight {name} holds values that are not finite")
 
 
-def _shapes(architecture: Architecture) -> dict[str, tuple[int, ...]]:
+def weight_shapes(architecture: Architecture) -> dict[str, tuple[int, ...]]:
     """Canonical name and shape of every weight that some exit needs."""
     hidden, inner, embedding = architecture.hidden_size, architecture.intermediate_size, architecture.embedding_size
     linear = {}
