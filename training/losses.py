@@ -11,8 +11,9 @@ from torch.nn import functional
 
 
 def _elements(features: Tensor, labels: Tensor, label_embeddings: Tensor) -> tuple[Tensor, Tensor]:
-    """E^m as normalised vectors ``[N + K, d]`` and their classes ``[N + K]``."""
-    vectors = functional.normalize(torch.cat([features, label_embeddings]).float(), dim=-1)
+    """E^m as normalised vectors ``[N + K, d]``, in float32 at least, and their classes ``[N + K]``."""
+    together = torch.cat([features, label_embeddings])
+    vectors = functional.normalize(together.to(torch.promote_types(together.dtype, torch.float32)), dim=-1)
     classes = torch.cat([labels, torch.arange(len(label_embeddings), device=labels.device)])
     return vectors, classes
 
@@ -24,7 +25,9 @@ def _contrast(
 
     ``candidates [C, d]`` begin with the ``anchors [A, d]`` themselves, so candidate a is left out for anchor a.
     """
-    similarity = anchors @ candidates.T / temperature
+    # Autocast would round the similarities to three digits before they are divided by τ.
+    with torch.autocast(anchors.device.type, enabled=False):
+        similarity = anchors @ candidates.T / temperature
     itself = torch.eye(len(anchors), len(candidates), dtype=torch.bool, device=anchors.device)
     log_share = similarity - similarity.masked_fill(itself, -torch.inf).logsumexp(dim=1, keepdim=True)
     positive = (anchor_classes[:, None] == candidate_classes[None, :]) & ~itself
@@ -52,7 +55,7 @@ def acl_cl(
     teacher_label_embeddings: Tensor,
     temperature: float,
 ) -> Tensor:
-    """ACL-CL at a student exit m < M: anchors from E^m, candidates from E^m ∪ stopgrad(E^M), same-class positives in both.
+    """ACL-CL at a student exit m < M: anchors from E^m, candidates and same-class positives from E^m ∪ stopgrad(E^M).
 
     Shapes as in :func:`acl_embed`; the deepest exit's (the teacher's) vectors receive no gradient.
     """

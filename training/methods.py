@@ -78,7 +78,7 @@ def objective(
 
 
 def angle_between(first: Sequence[Tensor | None], second: Sequence[Tensor | None]) -> float:
-    """Angle in degrees between two gradients over the same parameters; NaN where one of them is zero."""
+    """Angle in degrees between two gradients over the same parameters; NaN where one is zero or not finite."""
     dot = norm_first = norm_second = 0.0
     for a, b in zip(first, second, strict=True):
         if a is not None:
@@ -87,9 +87,9 @@ def angle_between(first: Sequence[Tensor | None], second: Sequence[Tensor | None
             norm_second += float(torch.linalg.vector_norm(b)) ** 2
         if a is not None and b is not None:
             dot += float(torch.dot(a.flatten(), b.flatten()))
-    if norm_first == 0.0 or norm_second == 0.0:
-        return math.nan
-    return math.degrees(math.acos(max(-1.0, min(1.0, dot / math.sqrt(norm_first * norm_second)))))
+    cosine = dot / math.sqrt(norm_first * norm_second) if norm_first and norm_second else math.nan
+    # min and max would turn a NaN into an angle of 0.
+    return math.degrees(math.acos(max(-1.0, min(1.0, cosine)))) if math.isfinite(cosine) else math.nan
 
 
 def acl_grad(

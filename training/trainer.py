@@ -1,30 +1,36 @@
 """The training loop: batches in, the best network out; it can be stopped anywhere and resumed to the same result."""
 
 import csv
+import hashlib
+import json
 import math
 import os
+import pickle
 import random
 import shutil
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 import numpy as np
 import torch
 from accelerate import Accelerator
-from accelerate.utils import DataLoaderConfiguration
+from accelerate.state import AcceleratorState
 from torch import Tensor
 
 from models.network import MultiExitNetwork
 from training.data import Tokenized, collate, length_grouped
 from training.methods import METHODS, Contrast, MethodName, Objective, acl_grad, objective, trained_exits
-from training.metrics import metric_value
+from training.metrics import METRICS, metric_value
 
 
 class TrainingError(Exception):
     """Training that cannot go on; the message says why and what would help."""
+
+
+Precision = Literal["no", "bf16"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,8 +39,8 @@ class TrainingSettings:
 
     ``head_learning_rate_factor`` multiplies it for the exits' own parameters, which start from noise.
     ``angle_every`` = n compares the gradients (ACL-Grad) on every n-th batch only, and takes the contrastive term as
-    agreeing on the others, which saves a backward pass there. ``stop_after`` ends training after that many epochs without a better validation score (None: never).
-    ``checkpoint_minutes`` is the longest work that a kill can lose.
+    agreeing on the others, which saves a backward pass there. ``stop_after`` ends training after that many epochs
+    without a better validation score (None: never). ``checkpoint_minutes`` is the longest work that a kill can lose.
     """
 
     method: MethodName = "acl-cl"
@@ -45,12 +51,12 @@ class TrainingSettings:
     weight_decay: float = 0.01
     warmup: float = 0.06
     max_gradient_norm: float = 1.0
-    contrast: Contrast = Contrast()
+    contrast: Contrast = field(default_factory=Contrast)
     angle_every: int = 1
     metric: str = "accuracy"
     seed: int = 0
     stop_after: int | None = None
-    mixed_precision: Literal["no", "bf16"] = "no"
+    mixed_precision: Precision = "no"
     checkpoint_minutes: float = 5.0
 
     def __post_init__(self) -> None:
@@ -59,6 +65,15 @@ class TrainingSettings:
         for name, low in (("epochs", 1), ("batch_size", 2), ("angle_every", 1)):
             if getattr(self, name) < low:
                 raise ValueError(f"{name} must be at least {low}, not {getattr(self, name)}")
+        for name, choices in (("metric", tuple(METRICS)), ("mixed_precision", get_args(Precision))):
+            if getattr(self, name) not in choices:
+                raise ValueError(f"{name} must be one of {', '.join(choices)}, not {getattr(self, name)!r}")
+        for name in ("head_learning_rate_factor", "max_gradient_norm"):
+            if not 0 < getattr(self, name) < math.inf:
+                raise ValueError(f"{name} must be a number above 0, not {getattr(self, name)}")
+        for name in ("weight_decay", "checkpoint_minutes"):
+            if not 0 <= getattr(self, name) < math.inf:
+                raise ValueError(f"{name} must be a number of at least 0, not {getattr(self, name)}")
         if not 0 < self.learning_rate < 1:
             raise ValueError(f"learning_rate must lie between 0 and 1, not {self.learning_rate}")
         if not 0 <= self.warmup < 1:
@@ -69,7 +84,7 @@ class TrainingSettings:
 
 @dataclass(frozen=True, slots=True)
 class StepReport:
-    """What a progress bar shows: ``loss`` is CE, ``contrastive`` and ``angle`` (degrees) NaN where the method has none."""
+    """What a progress bar shows: ``loss`` is CE; ``contrastive`` and ``angle`` (degrees) NaN where there is none."""
 
     epoch: int
     step: int
@@ -94,13 +109,19 @@ class EpochReport:
 
 @dataclass(slots=True)
 class _Progress:
-    """Where training stands; all of it is in a checkpoint."""
+    """Where training stands; all of it is in a checkpoint. ``angles`` are those of the epoch under way."""
 
     epoch: int = 0
     batch: int = 0
     step: int = 0
     best_score: float = -math.inf
     best_epoch: int = 0
+    angles: list[float] = field(default_factory=list)
+
+    def is_over(self, settings: TrainingSettings) -> bool:
+        """Whether all epochs are done, or ``stop_after`` of them without a better score."""
+        stalled = settings.stop_after is not None and self.epoch - self.best_epoch >= settings.stop_after
+        return self.epoch >= settings.epochs or stalled
 
 
 def exit_metrics(network: MultiExitNetwork, data: Tokenized, metric: str, *, batch_size: int = 128) -> dict[int, float]:
@@ -159,13 +180,17 @@ def train(
     """Trains ``network`` and returns it with the weights of its best epoch (mean metric over the trained exits).
 
     Writes into ``folder``: ``checkpoint.pt`` (removed at the end), ``best/`` (safetensors), ``steps.csv`` (loss, angle
-    per step), ``epochs.csv``. With ``resume`` it goes on from the checkpoint, and ends with the same weights as a run
-    that was never stopped (same machine and thread count). Raises :class:`TrainingError` for a checkpoint of other
-    settings, or a loss that is not finite.
+    per step), ``epochs.csv``, and at the end ``done.json``. With ``resume`` it goes on from the checkpoint, and ends
+    with the same weights as a run that was never stopped (same machine and thread count); a run that is done is not
+    repeated. Without it, what an earlier run left there is removed. Raises :class:`TrainingError` for a run of other
+    settings or data, for no data, and for a loss that is not finite.
     """
-    accelerator = Accelerator(
-        mixed_precision=settings.mixed_precision, dataloader_config=DataLoaderConfiguration(), cpu=None
-    )
+    for name, data, fewest in (("training", training_data, 2), ("validation", validation_data, 1)):
+        if len(data) < fewest:
+            raise TrainingError(f"{name} needs at least {fewest} examples, and there are {len(data)}")
+    # accelerate keeps one precision for the whole process and refuses another; two runs may differ in it.
+    AcceleratorState._reset_state()
+    accelerator = Accelerator(mixed_precision=settings.mixed_precision)
     if accelerator.num_processes > 1:
         raise TrainingError("training runs in one process; start it without accelerate launch")
     folder.mkdir(parents=True, exist_ok=True)
@@ -177,22 +202,26 @@ def train(
     optimizer = torch.optim.AdamW(parameter_groups(network, settings), fused=True)
     schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, _linear(steps, settings.warmup))
     progress = _Progress()
-    checkpoint = folder / "checkpoint.pt"
-    identity = _identity(settings, network, training_data)
+    checkpoint, done = folder / "checkpoint.pt", folder / "done.json"
+    identity = _identity(settings, network, training_data, validation_data)
+    if resume and done.exists():
+        _require_same(done, json.loads(done.read_text(encoding="utf-8")), identity)
+        return _best(network, folder)
     if resume and checkpoint.exists():
         progress = _restore(checkpoint, identity, network, optimizer, schedule)
         _trim_log(folder / "steps.csv", progress.step)
     else:
-        for stale in ("steps.csv", "epochs.csv"):
-            (folder / stale).unlink(missing_ok=True)
+        # A later resume must find this run's files or none.
+        for stale in (done, checkpoint, folder / "steps.csv", folder / "epochs.csv"):
+            stale.unlink(missing_ok=True)
+        shutil.rmtree(folder / "best", ignore_errors=True)
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
     only = trained_exits(settings.method, network)
     network.train()
     saved_at = time.monotonic()
     with _Log(folder / "steps.csv", ["step", "epoch", "cross_entropy", "contrastive", "angle"]) as log:
-        while progress.epoch < settings.epochs:
+        while not progress.is_over(settings):
             epoch = progress.epoch
-            angles = _angles_of_epoch(folder / "steps.csv", epoch)
             batches = length_grouped(training_data, settings.batch_size, seed=settings.seed, epoch=epoch)
             clock, seen = time.monotonic(), 0
             for index in range(progress.batch, len(batches)):
@@ -208,9 +237,9 @@ def train(
                     goal = objective(settings.method, network, outputs, batch.labels.to(device), settings.contrast)
                 loss = float(goal.cross_entropy.detach())
                 extra = math.nan if goal.contrastive is None else float(goal.contrastive.detach())
-                if not math.isfinite(loss) or math.isinf(extra):
+                if not math.isfinite(loss) or not (goal.contrastive is None or math.isfinite(extra)):
                     raise TrainingError(
-                        f"the loss is {loss} at step {progress.step}; a lower learning_rate "
+                        f"the loss is {loss} (contrastive: {extra}) at step {progress.step + 1}; a lower learning_rate "
                         f"than {settings.learning_rate:g} may help"
                     )
                 compare = progress.step % settings.angle_every == 0
@@ -223,7 +252,7 @@ def train(
                 schedule.step()
                 progress.step += 1
                 progress.batch = index + 1
-                angles.append(angle)
+                progress.angles.append(angle)
                 log.write([progress.step, epoch, loss, extra, angle])
                 seen += len(batch.labels)
                 rate = seen / max(time.monotonic() - clock, 1e-9)
@@ -232,20 +261,22 @@ def train(
                     log.flush()
                     _save(checkpoint, identity, progress, network, optimizer, schedule)
                     saved_at = time.monotonic()
-            report = _end_epoch(network, validation_data, settings, only, progress, angles)
+            report = _end_epoch(network, validation_data, settings, only, progress)
             if report.best:
                 _replace_folder(folder / "best", network.save)
-            progress.epoch, progress.batch = epoch + 1, 0
+            progress.epoch, progress.batch, progress.angles = epoch + 1, 0, []
             log.flush()
             _log_epoch(folder / "epochs.csv", report)
             _save(checkpoint, identity, progress, network, optimizer, schedule)
             saved_at = time.monotonic()
             on_epoch(report)
-            if settings.stop_after is not None and progress.epoch - progress.best_epoch >= settings.stop_after:
-                break
-    best = MultiExitNetwork.load(folder / "best")
-    network.load_state_dict(best.state_dict())
+    _replace_text(done, json.dumps(identity, indent=1) + "\n")
     checkpoint.unlink(missing_ok=True)
+    return _best(network, folder)
+
+
+def _best(network: MultiExitNetwork, folder: Path) -> MultiExitNetwork:
+    network.load_state_dict(MultiExitNetwork.load(folder / "best").state_dict())
     return network.eval()
 
 
@@ -269,14 +300,13 @@ def _end_epoch(
     settings: TrainingSettings,
     only: Sequence[int],
     progress: _Progress,
-    angles: Sequence[float],
 ) -> EpochReport:
     per_exit = {n: v for n, v in exit_metrics(network, data, settings.metric).items() if n in only}
     score = sum(per_exit.values()) / len(per_exit)
     best = score > progress.best_score
     if best:
         progress.best_score, progress.best_epoch = score, progress.epoch + 1
-    known = [a for a in angles if not math.isnan(a)]
+    known = [a for a in progress.angles if not math.isnan(a)]
     mean = sum(known) / len(known) if known else math.nan
     conflicts = sum(a > settings.contrast.max_angle for a in known) / len(known) if known else math.nan
     return EpochReport(progress.epoch + 1, per_exit, score, best, mean, conflicts)
@@ -287,10 +317,29 @@ def _linear(steps: int, warmup: float) -> Callable[[int], float]:
     return lambda step: min((step + 1) / rising, max(0.0, (steps - step) / max(1, steps - rising)))
 
 
-def _identity(settings: TrainingSettings, network: MultiExitNetwork, data: Tokenized) -> dict[str, Any]:
-    """What must be the same for a checkpoint to be continued."""
-    fixed = asdict(replace(settings, checkpoint_minutes=0.0))
-    return {"settings": fixed, "architecture": network.architecture.model_dump_json(), "examples": len(data)}
+def _identity(
+    settings: TrainingSettings, network: MultiExitNetwork, training_data: Tokenized, validation_data: Tokenized
+) -> dict[str, Any]:
+    """What must be the same for a run to be continued, as JSON would hold it; all but when it was saved."""
+    return {
+        **asdict(replace(settings, checkpoint_minutes=0.0)),
+        "architecture": network.architecture.model_dump_json(),
+        "training data": _digest(training_data),
+        "validation data": _digest(validation_data),
+    }
+
+
+def _digest(data: Tokenized) -> str:
+    digest = hashlib.sha256(data.labels.tobytes())
+    for text in data.texts:
+        digest.update(repr((text.ids, text.type_ids)).encode())
+    return digest.hexdigest()
+
+
+def _require_same(path: Path, theirs: dict[str, Any], ours: dict[str, Any]) -> None:
+    differing = [name for name in {**ours, **theirs} if theirs.get(name) != ours.get(name)]
+    if differing:
+        raise TrainingError(f"{path}: was written with other {', '.join(differing)}; it cannot be resumed")
 
 
 def _save(
@@ -306,7 +355,7 @@ def _save(
         "progress": asdict(progress),
         "network": network.state_dict(),
         "optimizer": optimizer.state_dict(),
-        "schedule": {k: v for k, v in schedule.state_dict().items() if k != "lr_lambdas"},
+        "schedule": schedule.state_dict(),
         "torch_rng": torch.get_rng_state(),
         "cuda_rng": torch.cuda.get_rng_state_all() if torch.cuda.is_available() else [],
     }
@@ -322,12 +371,11 @@ def _restore(
     optimizer: torch.optim.Optimizer,
     schedule: torch.optim.lr_scheduler.LRScheduler,
 ) -> _Progress:
-    document = torch.load(path, map_location="cpu", weights_only=True)
-    theirs = document["identity"]
-    if theirs != identity:
-        differing = [k for k, v in identity["settings"].items() if theirs["settings"].get(k) != v]
-        differing += [k for k in ("architecture", "examples") if theirs[k] != identity[k]]
-        raise TrainingError(f"{path}: was written with other {', '.join(differing)}; it cannot be resumed")
+    try:
+        document = torch.load(path, map_location="cpu", weights_only=True)
+    except (OSError, RuntimeError, EOFError, pickle.UnpicklingError) as error:
+        raise TrainingError(f"{path}: not a whole checkpoint; remove it to train from the start") from error
+    _require_same(path, document["identity"], identity)
     network.load_state_dict(document["network"])
     optimizer.load_state_dict(document["optimizer"])
     schedule.load_state_dict(document["schedule"])
@@ -335,6 +383,12 @@ def _restore(
     if document["cuda_rng"] and torch.cuda.is_available():
         torch.cuda.set_rng_state_all(document["cuda_rng"])
     return _Progress(**document["progress"])
+
+
+def _replace_text(path: Path, text: str) -> None:
+    partial = path.with_suffix(".partial")
+    partial.write_text(text, encoding="utf-8")
+    os.replace(partial, path)
 
 
 def _replace_folder(target: Path, write: Callable[[Path], None]) -> None:
@@ -379,8 +433,11 @@ def _rows(path: Path) -> Iterator[dict[str, str]]:
 
 
 def _trim_log(path: Path, step: int) -> None:
-    """Drops rows that were written after the checkpoint: those steps are done again."""
-    rows = [r for r in _rows(path) if r["step"].isdigit() and int(r["step"]) <= step]
+    """Drops rows that were written after the checkpoint: those steps are done again.
+
+    The last row may be torn, and half of its step's number is a smaller number: it counts only if it is whole.
+    """
+    rows = [r for r in _rows(path) if None not in r.values() and int(r["step"]) <= step]
     if not rows:
         path.unlink(missing_ok=True)
         return
@@ -388,10 +445,6 @@ def _trim_log(path: Path, step: int) -> None:
         writer = csv.DictWriter(stream, rows[0].keys())
         writer.writeheader()
         writer.writerows(rows)
-
-
-def _angles_of_epoch(path: Path, epoch: int) -> list[float]:
-    return [float(r["angle"]) for r in _rows(path) if r["epoch"] == str(epoch)]
 
 
 def _log_epoch(path: Path, report: EpochReport) -> None:
