@@ -71,7 +71,7 @@ def create_app(settings: Settings, bundles: Sequence[Bundle]) -> FastAPI:
     app.state.catalog = catalog
     app.state.metrics = metrics
     app.include_router(build_router(settings, catalog, metrics, version))
-    app.add_middleware(Observe, metrics=metrics, access_log=settings.access_log)
+    app.add_middleware(Observe, metrics=metrics, catalog=catalog, access_log=settings.access_log)
     document: dict[str, Any] = {}
 
     def openapi() -> dict[str, Any]:
@@ -117,8 +117,8 @@ async def _serve(server: uvicorn.Server, app: FastAPI, listener: socket.socket, 
             # Asked twice: whoever asks does not want to wait.
             server.force_exit = server.should_exit = True
             return
-        logger.info("%s: readiness is off, finishing accepted work", signal.Signals(sig).name)
         app.state.catalog.draining = True
+        logger.info("%s: readiness is off, finishing accepted work", signal.Signals(sig).name)
         loop.call_soon_threadsafe(loop.call_later, settings.shutdown_delay_seconds, stop)
 
     # Uvicorn's own handler would raise the signal again after a clean end, and the exit status would be 143.
@@ -130,6 +130,11 @@ async def _serve(server: uvicorn.Server, app: FastAPI, listener: socket.socket, 
     host, port = listener.getsockname()[:2]
     logger.info("listening on http://%s:%d", f"[{host}]" if ":" in host else host, port)
     await server.serve(sockets=[listener])
+    if server.force_exit:
+        # Uvicorn leaves it at that; requests still get their 503, and the engine its orderly end.
+        for task in list(server.server_state.tasks):
+            task.cancel()
+        await server.lifespan.shutdown()
     return 0 if server.started else 1
 
 

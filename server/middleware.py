@@ -3,6 +3,7 @@
 Pure ASGI, because Starlette's ``BaseHTTPMiddleware`` hides a client's leaving from the routes.
 """
 
+import asyncio
 import logging
 import re
 import time
@@ -12,6 +13,7 @@ from dataclasses import dataclass
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from server.api.errors import ApiError
+from server.catalog import Catalog
 from server.metrics import UNMATCHED, Metrics
 
 logger = logging.getLogger("offramp.http")
@@ -35,9 +37,10 @@ class Observe:
     """Gives each request a :class:`Context`, echoes its id, counts it under its route's template, and turns an
     unexpected exception into our 500."""
 
-    def __init__(self, app: ASGIApp, metrics: Metrics, access_log: bool) -> None:
+    def __init__(self, app: ASGIApp, metrics: Metrics, catalog: Catalog, access_log: bool) -> None:
         self._app = app
         self._metrics = metrics
+        self._catalog = catalog
         self._access_log = access_log
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -60,6 +63,13 @@ class Observe:
 
         try:
             await self._app(scope, receive, send_with_id)
+        except asyncio.CancelledError:
+            if not self._catalog.draining:
+                raise
+            # The drain is over and this request is not: say so while the connection lasts.
+            if not status:
+                error = ApiError(503, "the server ended before the answer was ready", type="draining")
+                await error.response()(scope, receive, send_with_id)
         except Exception:
             logger.exception("request %s failed", context.request_id)
             if not status:

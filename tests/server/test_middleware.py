@@ -6,7 +6,6 @@ from typing import Any
 import pytest
 
 from models.bundle import Bundle
-from server.metrics import Metrics
 from server.middleware import Observe, request_id_of
 from tests.server.conftest import error_of, serving
 
@@ -59,7 +58,7 @@ async def test_an_unexpected_exception_is_a_500_in_our_shape(
         assert "secret" not in caplog.text + response.text
 
 
-async def test_other_protocols_pass_through() -> None:
+async def test_other_protocols_pass_through(tiny_bundle: Bundle) -> None:
     seen = []
 
     async def app(scope: Any, receive: Any, send: Any) -> None:
@@ -68,7 +67,9 @@ async def test_other_protocols_pass_through() -> None:
     async def nothing(*args: Any) -> Any:
         raise AssertionError("nobody should call this")
 
-    await Observe(app, Metrics(), access_log=False)({"type": "websocket"}, nothing, nothing)
+    async with serving(tiny_bundle) as served:
+        observe = Observe(app, served.metrics, served.catalog, access_log=False)
+        await observe({"type": "websocket"}, nothing, nothing)
     assert seen == ["websocket"]
 
 
