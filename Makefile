@@ -5,7 +5,9 @@ PYTHON ?= python3
 SERVE_ENV := .venv
 DEV_ENV := .venv-dev
 # onnxruntime-gpu where an NVIDIA driver answers, else onnxruntime. `make serve RUNTIME=cpu` overrides.
-RUNTIME ?= $(shell nvidia-smi -L >/dev/null 2>&1 && echo gpu || echo cpu)
+ifndef RUNTIME
+RUNTIME := $(shell nvidia-smi -L >/dev/null 2>&1 && echo gpu || echo cpu)
+endif
 SERVE_STAMP := $(SERVE_ENV)/.offramp-$(RUNTIME)
 DEV_STAMP := $(DEV_ENV)/.offramp
 BACKBONE_STAMP := $(DEV_ENV)/.offramp-backbone

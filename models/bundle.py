@@ -54,12 +54,29 @@ class ExitScore(_Record):
     standard_errors: dict[str, float] = Field(default={}, description="sampling error of each metric on that split")
 
 
+class CurvePoint(_Record):
+    """What one threshold gave on a split.
+
+    ``agreement`` is the share of texts whose answer is the last exit's; ``mean_cost`` is in layers; ``speedup`` is the
+    last exit's mean cost divided by it; ``exit_shares`` sums to 1 over the exits.
+    """
+
+    threshold: float
+    metric: float
+    agreement: float
+    mean_cost: float
+    speedup: float
+    exit_shares: tuple[float, ...]
+
+
 class Scores(_Record):
-    """``per_exit`` by precision, on ``split`` of ``n`` texts."""
+    """What an evaluation ``split`` of ``n`` texts gave, by precision: ``per_exit``, and ``curves`` at the calibration's
+    thresholds (empty where the bundle was calibrated anew since)."""
 
     split: str
     n: int
     per_exit: dict[Precision, tuple[ExitScore, ...]]
+    curves: dict[Precision, dict[Criterion, tuple[CurvePoint, ...]]] = {}
 
 
 class Manifest(_Record):
@@ -96,21 +113,6 @@ class Manifest(_Record):
         return self
 
 
-class CurvePoint(_Record):
-    """What one threshold gave on the validation split.
-
-    ``agreement`` is the share of texts whose answer is the last exit's; ``mean_cost`` is in layers; ``speedup`` is the
-    last exit's mean cost divided by it; ``exit_shares`` sums to 1 over the exits.
-    """
-
-    threshold: float
-    metric: float
-    agreement: float
-    mean_cost: float
-    speedup: float
-    exit_shares: tuple[float, ...]
-
-
 class Tier(_Record):
     """A certified promise: with probability ≥ 1 - δ over the calibration draw, answers agree with the last exit with
     probability ≥ ``quality``. ``disagreements`` of ``n`` were seen on the risk split; ``p_value`` is the exact binomial
@@ -136,7 +138,8 @@ class RefusedTier(_Record):
 
 class PrecisionCalibration(_Record):
     """``temperatures`` per exit; ``calibration_error`` is the expected calibration error (15 bins) per exit before and
-    after the temperature, on data that did not fit it; ``curves`` by criterion, thresholds from safest to boldest."""
+    after the temperature, on data that did not fit it; ``curves`` by criterion on the risk split, from the safest
+    threshold to the boldest."""
 
     temperatures: tuple[float, ...]
     calibration_error_before: tuple[float, ...]

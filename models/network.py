@@ -327,7 +327,10 @@ def load_backbone(name: str) -> Backbone:
     rows), one whose positions are not absolute, or an unreadable or incomplete folder.
     """
     from transformers import AutoConfig, AutoModel, AutoTokenizer
+    from transformers.utils import logging
 
+    # A bar for a file that loads in a tenth of a second would stand between the caller's own lines.
+    logging.disable_progress_bar()
     source = str(_packaged_minilm()) if name == PACKAGED_MINILM else str(Path(name).expanduser())
     if (Path(source).is_absolute() or name.startswith(".")) and not Path(source).is_dir():
         raise ValueError(f"backbone {name!r} could not be loaded: no such folder")

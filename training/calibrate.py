@@ -2,8 +2,9 @@
 
 Splits that no weight was fitted on, each with its use, so that no promise is judged by the texts that chose it:
 - ``temperature``, where there is one, fits the temperature of each exit; else the validation split does, cross-fitted;
-- ``validation`` says whether the temperature helps, gives the threshold grids and the curves, and picks the criterion;
-- ``risk`` is looked at once, to certify (section "Certified quality" of the design).
+- ``validation`` says whether the temperature helps, gives the threshold grids, and picks the criterion;
+- ``risk`` certifies (section "Certified quality" of the design). Afterwards it also gives the curves, which carry no
+  promise: it is the largest of the splits, and nothing is chosen by what they show.
 """
 
 import math
@@ -17,7 +18,7 @@ from scipy.special import logsumexp
 
 from models.architecture import Architecture
 from models.bundle import Calibration, CurvePoint, Precision, PrecisionCalibration, RefusedTier, Tier
-from models.exits import CRITERIA, Criterion, Judged, Policy, judge_all, leave_at, softmax
+from models.exits import CRITERIA, Criterion, Judged, Policy, leave_at, softmax
 from training.evaluate import Measured, curve, measure
 from training.risk import DELTA, QUALITIES, certify
 
@@ -237,7 +238,7 @@ def calibrate_precision(
     """Calibrates one precision. ``criteria`` to certify; ``None`` lets the validation split choose one.
 
     Where several are certified, all their tiers hold at once (Bonferroni), and each quality is served by the one that
-    is cheapest on the validation split. Tiers' ``mean_cost`` and ``speedup`` come from the validation split too.
+    is cheapest on the validation split. Curves and tiers' ``mean_cost`` and ``speedup`` are those of the risk split.
     """
     if (temperature is None) != (logits.temperature is None):
         raise ValueError("a temperature split needs both its labels and its logits")
@@ -251,23 +252,24 @@ def calibrate_precision(
     grids = {
         criterion: threshold_grid(seen.judged, criterion, architecture.num_labels, points) for criterion in CRITERIA
     }
-    curves = {criterion: curve(seen, criterion, grid) for criterion, grid in grids.items()}
-    to_certify = tuple(criteria) if criteria else (choose_criterion(curves, qualities),)
+    choosing = {criterion: curve(seen, criterion, grid) for criterion, grid in grids.items()}
+    to_certify = tuple(criteria) if criteria else (choose_criterion(choosing, qualities),)
 
-    judged_risk = judge_all(logits.risk, temperatures.values)
-    if judged_risk.labels.shape[1] != len(risk.labels):
-        raise ValueError(f"risk split: logits of {judged_risk.labels.shape[1]} texts, {len(risk.labels)} labels")
+    certifying = measure(logits.risk, temperatures.values, risk.labels, risk.tokens, architecture, metric)
     certificate = certify(
-        {c: disagreeing(judged_risk, c, grids[c]).sum(axis=1) for c in to_certify},
+        {c: disagreeing(certifying.judged, c, grids[c]).sum(axis=1) for c in to_certify},
         len(risk.labels),
         qualities,
         delta,
     )
+    curves = {criterion: curve(certifying, criterion, grid) for criterion, grid in grids.items()}
     tiers: dict[float, Tier] = {}
+    cheapest: dict[float, float] = {}
     for passed in certificate.passed:
+        cost = choosing[passed.criterion][passed.index].mean_cost
         point = curves[passed.criterion][passed.index]
-        cheaper = passed.quality not in tiers or point.mean_cost < tiers[passed.quality].mean_cost
-        if cheaper:
+        if cost < cheapest.get(passed.quality, math.inf):
+            cheapest[passed.quality] = cost
             tiers[passed.quality] = Tier(
                 quality=passed.quality,
                 criterion=passed.criterion,

@@ -28,9 +28,28 @@ class UsageError(typer.TyperException):
     exit_code = 2
 
 
+def _recipe(context: typer.Context, path: Path | None) -> Path | None:
+    """Makes a YAML file's options the defaults of this command: they are converted and checked as flags are."""
+    if path is None:
+        return None
+    import yaml
+
+    try:
+        document = yaml.safe_load(path.read_text(encoding="utf-8"))
+    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
+        raise UsageError(f"--recipe {path}: {' '.join(str(error).split())}") from error
+    if not isinstance(document, dict):
+        raise UsageError(f"--recipe {path}: not a mapping of options")
+    options = {str(name).replace("-", "_"): value for name, value in document.items()}
+    known = {p.name for p in context.command.params} - {"recipe", "output", "resume"}
+    if unknown := sorted(options.keys() - known):
+        raise UsageError(f"--recipe {path}: no option {unknown[0]!r}")
+    context.default_map = {n: ",".join(map(str, v)) if isinstance(v, list) else v for n, v in options.items()}
+    return path
+
+
 @commands.command()
 def train(
-    context: typer.Context,
     output: Annotated[Path, typer.Option(help="folder of this run: checkpoint, logs, and at the end bundle/")],
     task: Annotated[str | None, typer.Option(help="a known task: sst2")] = None,
     data_dir: Annotated[Path | None, typer.Option(help="with --task: folder with its files in GLUE's layout")] = None,
@@ -79,14 +98,16 @@ def train(
     name: Annotated[str | None, typer.Option(help="of the bundle [default: the output folder's]")] = None,
     version: Annotated[str, typer.Option(help="of the bundle")] = "1",
     licence: Annotated[str, typer.Option(help="of the bundle, for its model card")] = "not stated",
-    recipe: Annotated[Path | None, typer.Option(help="YAML file with any of these options; flags win")] = None,
+    recipe: Annotated[
+        Path | None,
+        # Eager: it must have been read when the other options look for their defaults.
+        typer.Option(help="YAML file with any of these options; flags win", callback=_recipe, is_eager=True),
+    ] = None,
     resume: Annotated[bool, typer.Option("--resume", help="go on with the run in --output")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="print a summary as JSON at the end")] = False,
 ) -> None:
     """Train, evaluate, export and calibrate: one command from labelled texts to a servable bundle."""
-    values = {k: v for k, v in locals().items() if k not in ("context", "recipe", "resume", "as_json", "output")}
-    if recipe is not None:
-        values |= _recipe(recipe, context, set(values))
+    values = {k: v for k, v in locals().items() if k not in ("recipe", "resume", "as_json", "output")}
     from training import pipeline
 
     settings = _settings(values, output)
@@ -206,33 +227,6 @@ def _numbers(option: str, text: str) -> list[int]:
         return [int(part) for part in text.split(",")]
     except ValueError:
         raise UsageError(f"--{option} must be whole numbers with commas between, not {text!r}") from None
-
-
-def _recipe(path: Path, context: typer.Context, names: set[str]) -> dict[str, Any]:
-    """Options from a YAML file, but for those that stand on the command line."""
-    import yaml
-
-    try:
-        document = yaml.safe_load(path.read_text(encoding="utf-8"))
-    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
-        raise UsageError(f"--recipe {path}: {' '.join(str(error).split())}") from error
-    if not isinstance(document, dict):
-        raise UsageError(f"--recipe {path}: not a mapping of options")
-    options = {str(k).replace("-", "_"): v for k, v in document.items()}
-    if unknown := sorted(options.keys() - names):
-        raise UsageError(f"--recipe {path}: no option {unknown[0]!r}")
-    kinds = {p.name: p.type for p in context.command.params}
-    given = {n for n in names if getattr(context.get_parameter_source(n), "name", "") == "COMMANDLINE"}
-    chosen: dict[str, Any] = {}
-    for option, value in options.items():
-        if option not in given:
-            text = ",".join(map(str, value)) if isinstance(value, list) else value
-            try:
-                # The option's own type converts and checks: a recipe is held to what a flag is held to.
-                chosen[option] = kinds[option](text if isinstance(text, str) or text is None else str(text))
-            except typer.BadParameter as error:
-                raise UsageError(f"--recipe {path}: {option}: {error.message}") from error
-    return chosen
 
 
 def _settings(values: Mapping[str, Any], output: Path) -> "RunSettings":

@@ -11,7 +11,8 @@ from numpy.typing import NDArray
 from onnx import numpy_helper
 
 from models.architecture import Architecture
-from training.graphs import GraphPrecision, Weights, build_segments
+from models.bundle import Precision
+from training.graphs import Weights, build_segments
 
 _EXIT = re.compile(r"exits\.(\d+)\.(.+)")
 _LAYER = re.compile(r"layers\.(\d+)\.")
@@ -42,13 +43,10 @@ def select_exits(
     selected: dict[str, NDArray[Any]] = {}
     for name, array in weights.items():
         layer, of_exit = _LAYER.match(name), _EXIT.fullmatch(name)
-        if layer and int(layer[1]) >= depth:
-            continue
-        if of_exit:
-            if int(of_exit[1]) not in renumbered:
-                continue
-            name = f"exits.{renumbered[int(of_exit[1])]}.{of_exit[2]}"
-        selected[name] = array
+        if of_exit and int(of_exit[1]) in renumbered:
+            selected[f"exits.{renumbered[int(of_exit[1])]}.{of_exit[2]}"] = array
+        elif not of_exit and not (layer and int(layer[1]) >= depth):
+            selected[name] = array
     return Architecture.model_validate(fields), selected
 
 
@@ -56,8 +54,8 @@ def export_graphs(
     architecture: Architecture,
     weights: Weights,
     folder: Path,
-    precisions: Sequence[GraphPrecision] = ("fp32", "int8"),
-) -> dict[GraphPrecision, list[Path]]:
+    precisions: Sequence[Precision] = ("fp32", "int8"),
+) -> dict[Precision, list[Path]]:
     """Writes ``<folder>/<precision>/segment_<n>.onnx`` and returns the paths of each precision in order of segments."""
     return {name: build_segments(architecture, weights, name, folder / name) for name in precisions}
 
@@ -68,20 +66,13 @@ def dequantised_weights(architecture: Architecture, segments: Sequence[Path]) ->
     From fp32 graphs they are the exported weights, bit by bit; from int8 graphs they are what the integers stand for,
     so building int8 graphs from them gives the same integers again. Names: see :mod:`training.graphs`.
     """
-    arrays: dict[str, NDArray[Any]] = {}
+    stored: dict[str, NDArray[Any]] = {}
     for path in segments:
         for tensor in onnx.load(path).graph.initializer:
             if not tensor.name.startswith("constant."):
-                arrays[tensor.name] = numpy_helper.to_array(tensor)
+                stored[tensor.name] = numpy_helper.to_array(tensor)
     weights: dict[str, NDArray[np.float32]] = {}
-    for name, array in arrays.items():
-        if name.endswith(".scale"):
-            continue
-        if name.endswith(".int8"):
-            name = name.removesuffix(".int8")
-            scale = arrays[f"{name}.scale"]
-            # A scale belongs to a row of a table, but to a column of a transposed weight.
-            array = array.astype(np.float32) * (scale[:, None] if name.endswith(".table") else scale)
+    for name, array in _floats(stored).items():
         if name.endswith(".weight.T"):
             weights[name.removesuffix(".T")] = np.ascontiguousarray(array.T)
         elif name.endswith(".table"):
@@ -95,3 +86,17 @@ def dequantised_weights(architecture: Architecture, segments: Sequence[Path]) ->
         else:
             weights[name] = array
     return weights
+
+
+def _floats(stored: dict[str, NDArray[Any]]) -> dict[str, NDArray[np.float32]]:
+    """Multiplies integers with their scales; what was stored as float stays as it is."""
+    floats = {}
+    for name, array in stored.items():
+        if name.endswith(".int8"):
+            plain = name.removesuffix(".int8")
+            scale = stored[f"{plain}.scale"]
+            # A scale belongs to a row of a table, but to a column of a transposed weight.
+            floats[plain] = array.astype(np.float32) * (scale[:, None] if plain.endswith(".table") else scale)
+        elif not name.endswith(".scale"):
+            floats[name] = array
+    return floats

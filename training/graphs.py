@@ -5,11 +5,11 @@ through the middle of a layer (the ``peek`` exit) is no module that could be exp
 structure, so the graphs are written directly, with ONNX Runtime's fused operators.
 
 Layout. Between the operators a batch ``[B, S]`` is one list of tokens ``[T, H]``, ``T = B * S``: everything but
-attention works on single tokens. Attention and pooling work on *texts*: the sequence numbers of ``attention_mask`` say
-which tokens belong together, and those are gathered into ``[G, M, H]``: G texts of up to M tokens, each starting at slot
-0. So a packed row costs no more attention than its texts, no text can see (or poison) another, and each text's sums run
-over its own tokens in its own order. That is what makes int8 the same alone, padded and packed: a difference in the last bit
-flips a rounding now and then, and after a few layers the flips are as large as the quantisation noise itself.
+attention works on single tokens. Attention and pooling work on *texts*: the sequence numbers of ``attention_mask``
+say which tokens belong together, and those are gathered into ``[G, M, H]``: G texts of up to M tokens, each starting at
+slot 0. So a packed row costs no more attention than its texts, no text can see (or poison) another, and each text's
+sums run over its own tokens in its own order. That is what makes int8 the same alone, padded and packed: a difference
+in the last bit flips a rounding now and then, and after a few layers the flips are as large as the quantisation noise.
 
 Names of initializers (``{name}`` is the canonical weight name without ``.weight``), from which
 :func:`training.export.dequantised_weights` reads the weights back:
@@ -31,10 +31,9 @@ from numpy.typing import NDArray
 from onnx import TensorProto, helper, numpy_helper
 
 from models.architecture import Architecture, ExitSpec
-from models.bundle import segment_io
+from models.bundle import Precision, segment_io
 
 Weights = Mapping[str, NDArray[Any]]
-GraphPrecision = Literal["fp32", "int8"]
 # What the rows of a two-dimensional tensor are: every token [T, ...], or one row per text [G, ...].
 Rows = Literal["tokens", "texts"]
 
@@ -49,11 +48,9 @@ WEIGHT_LEVELS = 63
 TABLE_LEVELS = 127
 # Row maxima are divided by, so they are kept above zero: a row of zeros stays zeros.
 TINY = 1e-30
-# GELU never goes below -0.16997 (at x = -0.7518), so its negative side needs few of the 256 levels: with the zero point
-# at 32 the positive side has 223 levels, where a symmetric range has 127, and the row maximum needs no absolute values.
-GELU_FLOOR = 0.17
-GELU_ZERO_POINT = 32
-CENTRE = 128
+# Activations are u8 around this zero point: signed ones ran four times slower.
+ZERO_POINT = 128
+ACTIVATION_LEVELS = 127
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,14 +70,14 @@ def quantise_rows(array: NDArray[Any], levels: int) -> Quantised:
     return Quantised(values, scale)
 
 
-def build_segments(architecture: Architecture, weights: Weights, precision: GraphPrecision, folder: Path) -> list[Path]:
+def build_segments(architecture: Architecture, weights: Weights, precision: Precision, folder: Path) -> list[Path]:
     """Writes ``segment_<n>.onnx`` for every exit into ``folder`` (made if missing) and returns the paths in order.
 
     ``weights`` are the canonical float arrays, linear weights ``[out, in]``. Same weights, same bytes. Raises what
     :func:`check_weights` raises, before anything is written.
     """
     if precision not in ("fp32", "int8"):
-        raise ValueError(f"precision must be fp32 or int8, not {precision!r}")
+        raise ValueError(f"graphs are built in fp32 or int8, not in {precision}")
     check_weights(architecture, weights)
     folder.mkdir(parents=True, exist_ok=True)
     paths = []
@@ -92,9 +89,7 @@ def build_segments(architecture: Architecture, weights: Weights, precision: Grap
     return paths
 
 
-def _segment_model(
-    architecture: Architecture, weights: Weights, precision: GraphPrecision, number: int
-) -> onnx.ModelProto:
+def _segment_model(architecture: Architecture, weights: Weights, precision: Precision, number: int) -> onnx.ModelProto:
     """The graph from the exit before (or from the token ids) to exit ``number``; see :func:`build_segments`."""
     return _Segment(architecture, weights, precision, number).model()
 
@@ -152,12 +147,10 @@ def _shapes(architecture: Architecture) -> dict[str, tuple[int, ...]]:
 
 @dataclass(frozen=True, slots=True)
 class _Activation:
-    """What linear layers multiply: ``tensor [N, C]``, in int8 with ``scale [N, 1]`` that their results are multiplied
-    by and the ``zero_point`` constant of its integers."""
+    """What linear layers multiply: ``tensor [N, C]``, in int8 with the ``scale [N, 1]`` of its rows."""
 
     tensor: str
     scale: str = ""
-    zero_point: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -181,11 +174,11 @@ class _Segment:
 
     architecture: Architecture
     weights: Weights
-    precision: GraphPrecision
+    precision: Precision
     number: int
     nodes: list[onnx.NodeProto] = field(default_factory=list)
     initializers: dict[str, NDArray[Any]] = field(default_factory=dict)
-    zero_points: dict[tuple[Rows, int], str] = field(default_factory=dict)
+    zero_points: dict[Rows, str] = field(default_factory=dict)
 
     # --- from end to end ---
 
@@ -268,22 +261,25 @@ class _Segment:
         own = self._node("Cast", own, to=TensorProto.INT32)
         lengths = self._node("ReduceSum", own, self._ints(2), keepdims=0)
         lengths = self._node("Reshape", lengths, last_axis, output="text_lengths")
-        # A text's tokens are neighbours: its first one (ArgMax gives the first of equals) and its length say where it lies.
+        # A text's tokens are neighbours, so its first one and its length say where it lies. Of equals ArgMax gives the
+        # first.
         first = self._node("ArgMax", own, axis=2, keepdims=0)
         tokens = self._node("Size", "attention_mask")
         row = self._node("Gather", self._node("Shape", "attention_mask"), one)
         rows = self._node("Unsqueeze", self._node("Range", zero, tokens, row), axis)
         first = self._node("Reshape", self._node("Add", first, rows), last_axis, output="text_first")
-        # An absent text (a row of padding only) has length 0 and its only slot at first - 1: some token, never NaN.
-        final = self._node("Sub", self._node("Cast", lengths, to=TensorProto.INT64), one)
-        longest = self._node("Add", self._node("ReduceMax", final, keepdims=0), one)
-        slots = self._node("Min", self._node("Range", zero, longest, one), self._node("Unsqueeze", final, axis))
+        # A text that a row doesn't have (all of them, in a row of padding) has length 0 and gets the row's first token.
+        length = self._node("Max", self._node("Cast", lengths, to=TensorProto.INT64), one)
+        longest = self._node("ReduceMax", length, keepdims=0)
+        final = self._node("Unsqueeze", self._node("Sub", length, one), axis)
+        slots = self._node("Min", self._node("Range", zero, longest, one), final)
         slots = self._node("Add", slots, self._node("Unsqueeze", first, axis), output="slots")
-        # Where a token sits in several slots they hold the same query, so it doesn't matter which is written last.
+        # A token's smallest slot is its own: repeats lie behind it, and a missing text behind the row's text 1.
+        count = self._node("Size", slots)
+        anywhere = self._node("Expand", self._node("Sub", count, one), self._node("Unsqueeze", tokens, self._ints(0)))
         flat = self._node("Reshape", slots, last_axis)
-        places = self._node("Range", zero, self._node("Size", slots), one)
-        empty = self._node("ConstantOfShape", self._node("Unsqueeze", tokens, self._ints(0)), value=_zero_int())
-        slot_of_token = self._node("ScatterElements", empty, flat, places, output="slot_of_token")
+        places = self._node("Range", zero, count, one)
+        slot_of_token = self._node("ScatterElements", anywhere, flat, places, output="slot_of_token", reduction="min")
         return _Texts(first, lengths, slots, slot_of_token)
 
     # --- the network ---
@@ -350,7 +346,7 @@ class _Segment:
             inner = self._node("BiasGelu", inner, bias, domain=FUSED)
         else:
             inner = self._node("Relu", self._node("Add", inner, bias))
-        outer = self._biased_linear(f"{name}.output", self._activation_of_inner(inner, rows))
+        outer = self._biased_linear(f"{name}.output", self._activation(inner, rows))
         return self._residual_norm(f"{name}.output_norm", outer, hidden)
 
     def _residual_norm(self, name: str, tensor: str, residual: str) -> str:
@@ -395,34 +391,23 @@ class _Segment:
     # --- products and look-ups, in either precision ---
 
     def _activation(self, tensor: str, rows: Rows) -> _Activation:
-        """``tensor [N, C]`` made ready for linear layers: each row scaled to ±127 around 128."""
+        """``tensor [N, C]`` made ready for linear layers; in int8 each row is scaled by its own maximum to ±127.
+
+        ``QuantizeLinear`` along rows is one pass over the tensor; Div, Round, Add and Cast are four, and took twice the
+        time or more. It wants as many zero points as scales, so they are laid out once per segment.
+        """
         if self.precision == "fp32":
             return _Activation(tensor)
         largest = self._node("ReduceMax", self._node("Abs", tensor), self._ints(1), keepdims=0)
         largest = self._node("Max", largest, self._float("tiny", TINY))
-        return self._quantised(tensor, self._node("Mul", largest, self._float("step", 1 / 127)), CENTRE, rows)
+        scale = self._node("Mul", largest, self._float("step", 1 / ACTIVATION_LEVELS))
+        if rows not in self.zero_points:
+            self.zero_points[rows] = self._node("Expand", self._zero_point(), self._node("Shape", scale))
+        values = self._node("QuantizeLinear", tensor, scale, self.zero_points[rows], axis=0)
+        return _Activation(values, self._node("Unsqueeze", scale, self._ints(1)))
 
-    def _activation_of_inner(self, tensor: str, rows: Rows) -> _Activation:
-        """As :meth:`_activation`, for the output of GELU or ReLU, which is (nearly) never negative."""
-        if self.precision == "fp32":
-            return _Activation(tensor)
-        gelu = self.architecture.activation == "gelu"
-        zero_point = GELU_ZERO_POINT if gelu else 0
-        largest = self._node("ReduceMax", tensor, self._ints(1), keepdims=0)
-        scale = self._node("Mul", largest, self._float("inner_step", 1 / (255 - zero_point)))
-        least = GELU_FLOOR / GELU_ZERO_POINT if gelu else TINY
-        return self._quantised(tensor, self._node("Max", scale, self._float("inner_least", least)), zero_point, rows)
-
-    def _quantised(self, tensor: str, scale: str, zero_point: int, rows: Rows) -> _Activation:
-        """``QuantizeLinear`` along rows is one pass over the tensor; Div, Round and Cast take twice the time or more.
-
-        It wants its zero points as many times as there are scales, so they are laid out once per segment.
-        """
-        point = self._constant(f"constant.zero_point_{zero_point}", np.array(zero_point, np.uint8))
-        if (rows, zero_point) not in self.zero_points:
-            self.zero_points[rows, zero_point] = self._node("Expand", point, self._node("Shape", scale))
-        values = self._node("QuantizeLinear", tensor, scale, self.zero_points[rows, zero_point], axis=0)
-        return _Activation(values, self._node("Unsqueeze", scale, self._ints(1)), point)
+    def _zero_point(self) -> str:
+        return self._constant("constant.zero_point", np.array(ZERO_POINT, np.uint8))
 
     def _linear(self, name: str, activation: _Activation) -> str:
         """``activation @ weight.T`` ``[N, out]``, without the bias: whatever comes next adds it."""
@@ -435,7 +420,7 @@ class _Segment:
             self._constant(f"{name}.weight.T.int8", np.ascontiguousarray(quantised.values.T)),
             self._float("one", 1.0),
             self._constant(f"{name}.weight.T.scale", quantised.scale),
-            activation.zero_point,
+            self._zero_point(),
             domain=FUSED,
         )
         return self._node("Mul", product, activation.scale)
@@ -484,7 +469,3 @@ class _Segment:
 
     def _float(self, name: str, value: float) -> str:
         return self._constant(f"constant.{name}", np.array(value, np.float32))
-
-
-def _zero_int() -> onnx.TensorProto:
-    return numpy_helper.from_array(np.zeros(1, np.int64))

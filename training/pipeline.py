@@ -28,7 +28,6 @@ from models.network import Backbone, MultiExitNetwork, build_network, load_backb
 from models.tokenization import TextEncoder
 from training.calibrate import Split, SplitLogits, calibrate
 from training.data import (
-    DataError,
     Example,
     Grouping,
     Splits,
@@ -42,7 +41,7 @@ from training.data import (
     subset,
     tokenize,
 )
-from training.evaluate import exit_scores, measure, run_graphs
+from training.evaluate import Measured, curve, exit_scores, measure, run_graphs
 from training.export import export_graphs, select_exits
 from training.report import PLOT_NAME, bundle_plot, model_card
 from training.trainer import EpochReport, StepReport, TrainingSettings, train
@@ -94,8 +93,8 @@ TASKS: dict[str, Task] = {
 class DataSettings:
     """Where the texts come from: a known ``task`` and its ``data_dir``, or ``train_file`` with its columns.
 
-    ``calibration_size`` and ``validation_size`` are counted in texts (None: the task's, or 20 % and 10 % of the file, at
-    most 2,000 and 1,000). ``examples`` trains on a part only, drawn with the run's seed.
+    ``calibration_size`` and ``validation_size`` are counted in texts (None: the task's, or 20 % and 10 % of the file,
+    at most 2,000 and 1,000). ``examples`` trains on a part only, drawn with the run's seed.
     """
 
     task: str | None = None
@@ -360,16 +359,22 @@ def make_bundle(
             metric=prepared.metric,
             data_sha256=_data_hash(prepared.splits.calibration),
         )
-        scores = [
-            Scores(
-                split=prepared.evaluation_name,
-                n=len(evaluation),
-                per_exit={
-                    p: exit_scores(_measured(e, calibration, p, evaluation, architecture, prepared.metric))
-                    for p, (_, _, e) in logits.items()
-                },
-            )
-        ]
+        measured = {
+            p: _measured(e, calibration, p, evaluation, architecture, prepared.metric)
+            for p, (_, _, e) in logits.items()
+        }
+        scores = Scores(
+            split=prepared.evaluation_name,
+            n=len(evaluation),
+            per_exit={p: exit_scores(m) for p, m in measured.items()},
+            curves={
+                p: {
+                    c: curve(m, c, [x.threshold for x in points])
+                    for c, points in calibration.precisions[p].curves.items()
+                }
+                for p, m in measured.items()
+            },
+        )
         mean_tokens = float(np.mean([len(t) for t in risk.texts]))
         manifest: dict[str, Any] = {
             "name": settings.name,
@@ -381,7 +386,7 @@ def make_bundle(
             "exit_costs": [round(float(c), 4) for c in exit_costs(architecture, round(mean_tokens))],
             "mean_tokens": round(mean_tokens, 2),
             "default_precision": default_precision({p: r for p, (_, r, _) in logits.items()}, risk.labels),
-            "scores": [s.model_dump(mode="json") for s in scores],
+            "scores": [scores.model_dump(mode="json")],
             "provenance": dict(provenance),
             "licence": settings.licence,
         }
@@ -409,7 +414,7 @@ def recalibrate(
     """Calibrates a bundle on other labelled texts (the traffic it meets) and writes it at ``target``.
 
     The texts are split by group (:func:`training.data.same_text`): ``validation_share`` of them fits temperatures and
-    picks the criterion, the rest certifies. Graphs, tokenizer and provenance stay; scores on the new texts are added.
+    picks the criterion, the rest certifies. Graphs, tokenizer and the scores of each exit stay as they are.
     Raises :class:`PipelineError` for a share that leaves one side without a text.
     """
     if not 0 < validation_share < 1:
@@ -451,6 +456,8 @@ def recalibrate(
     )
     document = manifest.model_dump(mode="json", exclude={"format_version", "precisions", "files"})
     document["provenance"] = {**document["provenance"], "calibrated_on": Path(table.source).name}
+    # Those curves were drawn at the old thresholds.
+    document["scores"] = [{**scores, "curves": {}} for scores in document["scores"]]
     document["mean_tokens"] = round(float(np.mean([len(t) for t in risk.texts])), 2)
     document["exit_costs"] = [round(float(c), 4) for c in exit_costs(architecture, round(document["mean_tokens"]))]
     return write_bundle(
@@ -473,7 +480,8 @@ def default_precision(logits: Mapping[Precision, np.ndarray], labels: np.ndarray
     if "fp32" not in logits or "int8" not in logits:
         return next(iter(logits))
     right = {p: (array.argmax(-1) == labels).mean(-1) for p, array in logits.items()}
-    return "int8" if (right["fp32"] - right["int8"]).max() <= PRECISION_TOLERANCE else "fp32"
+    # 1e-9: 1 - 0.995 is a hair over 0.005.
+    return "int8" if (right["fp32"] - right["int8"]).max() <= PRECISION_TOLERANCE + 1e-9 else "fp32"
 
 
 def read_run(folder: Path) -> RunSettings:
@@ -547,7 +555,7 @@ def _measured(
     data: Tokenized,
     architecture: Architecture,
     metric: str,
-) -> Any:
+) -> Measured:
     temperatures = calibration.precisions[precision].temperatures
     part = _split(data)
     return measure(logits, temperatures, part.labels, part.tokens, architecture, metric)
@@ -581,6 +589,3 @@ def _provenance(settings: RunSettings, prepared: Prepared, seconds: float | None
             **{p: metadata.version(p) for p in ("torch", "transformers", "onnx", "tokenizers", "numpy")},
         },
     }
-
-
-__all__ = ["TASKS", "DataError", "DataSettings", "Observer", "PipelineError", "RunSettings", "run"]

@@ -197,24 +197,26 @@ def bundle_plot(
 ) -> bytes:
     """The plot of a bundle's default precision; ``manifest`` as for :func:`model_card`.
 
-    Single exits are those of the scores on the validation split, where the curves come from; without such scores those
-    of the first split, and the subtitle says so.
+    Single exits are those of the first evaluation split. The curves are that split's too where it has them, else the
+    calibration's, and the subtitle says so.
     """
     precision: Precision = manifest["default_precision"]
     scores = _scores(manifest)
     if not scores:
         raise ValueError("manifest: scores are empty; the plot needs the scores of each exit")
-    same = next((entry for entry in scores if entry.split == "validation"), scores[0])
-    if precision not in same.per_exit:
-        raise ValueError(f"manifest: scores on {same.split} lack the default precision {precision}")
-    where = f"{precision}, {calibration.n_validation:,} texts of the validation split"
-    if same.split != "validation":
-        where += f"; single exits and full depth: {same.n:,} texts of {same.split}"
+    split = scores[0]
+    if precision not in split.per_exit:
+        raise ValueError(f"manifest: scores on {split.split} lack the default precision {precision}")
+    where = f"{precision}, {split.n:,} texts of {split.split}"
+    curves = split.curves.get(precision)
+    if curves is None:
+        curves = calibration.precisions[precision].curves
+        where += f"; curves: {calibration.n_risk:,} texts of the risk split"
     calibrated = calibration.precisions[precision]
     return quality_speed_plot(
-        calibrated.curves,
+        curves,
         calibrated.certified,
-        same.per_exit[precision],
+        split.per_exit[precision],
         calibration.metric,
         title=f"{manifest['name']}: quality against speed",
         subtitle=where,
@@ -244,7 +246,7 @@ def model_card(
         _introduction(manifest, architecture, calibration),
         f"![Quality against speed]({plot})" if plot else "",
         _exits(manifest, architecture, calibration),
-        *(_certified(precision, calibration) for precision in calibration.precisions),
+        *(_certified(precision, calibration, _scores(manifest)) for precision in calibration.precisions),
         _calibrated(calibration),
         _serving(manifest, calibration, example, example_pair),
         _provenance(manifest, calibration),
@@ -320,7 +322,26 @@ def _with_error(score: ExitScore, name: str) -> str:
     return f"{100 * score.metrics[name]:.1f}" + (f" ± {100 * error:.1f}" if error is not None else "")
 
 
-def _certified(precision: Precision, calibration: Calibration) -> str:
+def _kept(entry: Scores, precision: Precision, calibrated: PrecisionCalibration, metric: str) -> str:
+    """What the certified thresholds gave on an evaluation split; empty where it has no curves."""
+    curves = entry.curves.get(precision)
+    if curves is None:
+        return ""
+    full = entry.per_exit[precision][-1].metrics[metric]
+    table = [["quality", "agreement", metric, "kept", "cost", "speed-up", "leave at exit 1, 2, …"]]
+    for tier in calibrated.certified:
+        if point := _point_of(curves, tier):
+            kept = f"{100 * point.metric / full:.1f} %" if full > 0 else "–"
+            shares = " ".join(f"{100 * share:.0f}" for share in point.exit_shares) + " %"
+            row = [f"{tier.quality:g}", f"{100 * point.agreement:.2f} %", f"{100 * point.metric:.1f}", kept]
+            table.append([*row, f"{point.mean_cost:.2f}", f"{point.speedup:.2f}×", shares])
+    return (
+        f"The same thresholds on {entry.split}, n = {entry.n:,}, which nothing was fitted on or chosen by:\n\n"
+        + _table(table)
+    )
+
+
+def _certified(precision: Precision, calibration: Calibration, scores: Sequence[Scores]) -> str:
     calibrated: PrecisionCalibration = calibration.precisions[precision]
     parts = [f"## Certified quality, {precision}"]
     if calibrated.certified:
@@ -328,24 +349,16 @@ def _certified(precision: Precision, calibration: Calibration) -> str:
             "`quality: q` promises that the answer is the last exit's with probability ≥ q. All rows hold at once with "
             f"probability ≥ {1 - calibration.delta:g} over the draw of the {calibration.n_risk:,} texts of the risk "
             "split, which neither training nor the choice of the grid saw (exact binomial test, fixed sequence from "
-            "the safest threshold, Bonferroni over all of them). `disagree` is what that split showed; the columns "
-            f"right of it are the {calibration.n_validation:,} texts of the validation split:"
+            "the safest threshold, Bonferroni over all of them). `disagree` is what that split showed."
         )
-        table = [["quality", "leaves by", "disagree", "agreement", calibration.metric, "kept", "cost", "speed-up"]]
+        table = [["quality", "leaves by", "disagree", "p-value", "cost", "speed-up"]]
         for tier in calibrated.certified:
             sign = {"confidence": "≥", "entropy": "≤", "patience": "≥"}[tier.criterion]
             row = [f"{tier.quality:g}", f"{tier.criterion} {sign} {tier.threshold:.6g}"]
-            row.append(f"{tier.disagreements} of {tier.n:,}")
-            point = _point_of(calibrated.curves, tier)
-            if point is None:
-                row += ["–", "–", "–"]
-            else:
-                # The safest point of a curve is full depth, or as near to it as certainty comes.
-                full = calibrated.curves[tier.criterion][0].metric
-                kept = f"{100 * point.metric / full:.1f} %" if full > 0 else "–"
-                row += [f"{100 * point.agreement:.2f} %", f"{100 * point.metric:.1f}", kept]
+            row += [f"{tier.disagreements} of {tier.n:,}", f"{tier.p_value:.2g}"]
             table.append([*row, f"{tier.mean_cost:.2f}", f"{tier.speedup:.2f}×"])
         parts.append(_table(table))
+        parts += [_kept(entry, precision, calibrated, calibration.metric) for entry in scores]
     else:
         parts.append("No quality below 1 could be certified; `quality: 1.0` always answers from the last exit.")
     if calibrated.refused:
@@ -353,7 +366,7 @@ def _certified(precision: Precision, calibration: Calibration) -> str:
             "Not promised, so refused:\n\n"
             + "\n".join(f"- {r.quality:g}: {r.why}; texts needed: {r.n_needed:,}." for r in calibrated.refused)
         )
-    return "\n\n".join(parts)
+    return "\n\n".join(part for part in parts if part)
 
 
 def _calibrated(calibration: Calibration) -> str:

@@ -31,7 +31,7 @@ def write_texts(
         writer.writerow(["text", "other", "label"] if pairs else ["text", "label"])
         for row in range(rows):
             label = row % 2
-            words = rng.choice(HAPPY if label else SAD, size=rng.integers(2, 7)).tolist() + [f"w{rng.integers(60, 90)}"]
+            words = [*rng.choice(HAPPY if label else SAD, size=rng.integers(2, 7)), f"w{rng.integers(60, 90)}"]
             text = " ".join(rng.permutation(words).tolist())
             writer.writerow([text, "w5 w6", labels[label]] if pairs else [text, labels[label]])
     return path
@@ -112,7 +112,7 @@ def test_a_folder_with_a_run_is_not_overwritten(backbone: Path, finished: Path) 
     with pytest.raises(PipelineError, match="holds a run already"):
         pipeline.run(settings, finished)
     other = replace(settings, training=replace(settings.training, learning_rate=1e-4))
-    with pytest.raises(PipelineError, match="training.learning_rate"):
+    with pytest.raises(PipelineError, match=r"training\.learning_rate"):
         pipeline.run(other, finished, resume=True)
 
 

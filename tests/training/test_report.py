@@ -10,7 +10,7 @@ import pytest
 from models.bundle import Calibration, PrecisionCalibration
 from tests.training.synthetic import architecture, draw
 from training.calibrate import Split, SplitLogits, calibrate
-from training.evaluate import exit_scores, measure
+from training.evaluate import curve, exit_scores, measure
 from training.report import bundle_plot, model_card
 
 
@@ -37,7 +37,13 @@ def scores(split: str, n: int, precision: PrecisionCalibration) -> dict[str, Any
     return {"split": split, "n": n, "per_exit": {"int8": [row.model_dump(mode="json") for row in rows]}}
 
 
-@pytest.fixture
+@pytest.fixture(scope="module")
+def drawn(manifest: dict[str, Any], calibration: Calibration) -> str:
+    """The plot as SVG: matplotlib leaves every text beside its outlines as a comment."""
+    return bundle_plot(manifest, calibration, image="svg").decode()
+
+
+@pytest.fixture(scope="module")
 def manifest(calibration: Calibration) -> dict[str, Any]:
     return {
         "name": "tiny-sentiment",
@@ -145,24 +151,18 @@ def test_a_card_without_a_plot_shows_none(manifest: dict[str, Any], calibration:
 
 
 def test_the_same_bundle_gives_the_same_card_and_the_same_plot(
-    manifest: dict[str, Any], calibration: Calibration
+    manifest: dict[str, Any], calibration: Calibration, drawn: str
 ) -> None:
     assert model_card(manifest, calibration) == model_card(manifest, calibration)
     plot = bundle_plot(manifest, calibration)
     assert plot == bundle_plot(manifest, calibration)
     assert plot.startswith(b"\x89PNG")
-    assert bundle_plot(manifest, calibration, image="svg") == bundle_plot(manifest, calibration, image="svg")
-
-
-def svg_text(manifest: dict[str, Any], calibration: Calibration) -> str:
-    """The plot as SVG: matplotlib leaves every text beside its outlines as a comment."""
-    return bundle_plot(manifest, calibration, image="svg").decode()
+    assert bundle_plot(manifest, calibration, image="svg").decode() == drawn
 
 
 def test_the_plot_marks_certified_tiers_exits_and_full_depth(
-    manifest: dict[str, Any], calibration: Calibration
+    manifest: dict[str, Any], calibration: Calibration, drawn: str
 ) -> None:
-    drawn = svg_text(manifest, calibration)
     for tier in calibration.precisions["int8"].certified:
         assert f"<!-- {tier.quality:g} -->" in drawn
     for number in range(1, 6):
@@ -173,14 +173,42 @@ def test_the_plot_marks_certified_tiers_exits_and_full_depth(
         assert f"<!-- {criterion} -->" in drawn
 
 
-def test_the_plot_says_where_its_exits_come_from(manifest: dict[str, Any], calibration: Calibration) -> None:
-    assert "500 texts of the validation split; single exits and full depth: 200 texts of dev" in svg_text(
-        manifest, calibration
-    )
-    both = [*manifest["scores"], scores("validation", 500, calibration.precisions["int8"])]
-    drawn = svg_text({**manifest, "scores": both}, calibration)
-    assert "500 texts of the validation split" in drawn
-    assert "texts of dev" not in drawn
+def test_the_plot_says_where_its_exits_and_curves_come_from(
+    manifest: dict[str, Any], calibration: Calibration, drawn: str
+) -> None:
+    assert "200 texts of dev; curves: 700 texts of the risk split" in drawn
+    whole = {**manifest, "scores": [with_curves(manifest["scores"][0], calibration)]}
+    one_split = bundle_plot(whole, calibration, image="svg").decode()
+    assert "200 texts of dev" in one_split
+    assert "risk split" not in one_split
+
+
+def test_the_card_shows_what_certified_thresholds_gave_on_the_evaluation_split(
+    manifest: dict[str, Any], calibration: Calibration
+) -> None:
+    entry = with_curves(manifest["scores"][0], calibration)
+    card = model_card({**manifest, "scores": [entry]}, calibration)
+    assert "The same thresholds on dev, n = 200" in card
+    section = card[card.index("The same thresholds on dev") :]
+    full = entry["per_exit"]["int8"][-1]["metrics"]["accuracy"]
+    for tier in calibration.precisions["int8"].certified:
+        point = next(p for p in entry["curves"]["int8"][tier.criterion] if p["threshold"] == tier.threshold)
+        row = rows_of(section, f"{tier.quality:g}")[0]
+        assert row[1] == f"{100 * point['agreement']:.2f} %"
+        assert row[3] == f"{100 * point['metric'] / full:.1f} %"
+        assert row[5] == f"{point['speedup']:.2f}×"
+
+
+def with_curves(entry: dict[str, Any], calibration: Calibration) -> dict[str, Any]:
+    """Evaluation scores with the curves of their own texts, at the calibration's thresholds."""
+    calibrated = calibration.precisions["int8"]
+    logits, labels, tokens = draw(entry["n"], seed=2)
+    split = measure(logits, calibrated.temperatures, labels, tokens, architecture(), "accuracy")
+    curves = {
+        criterion: [p.model_dump(mode="json") for p in curve(split, criterion, [p.threshold for p in points])]
+        for criterion, points in calibrated.curves.items()
+    }
+    return {**entry, "curves": {"int8": curves}}
 
 
 def test_a_plot_without_scores_is_refused(manifest: dict[str, Any], calibration: Calibration) -> None:

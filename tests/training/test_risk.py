@@ -117,8 +117,10 @@ def literal_capital(losses: list[float], mean: float, delta: float) -> float:
 
 
 @settings(max_examples=40)
-@given(st.lists(st.sampled_from([-1.0, 0.0, 0.5, 1.0]), min_size=1, max_size=40), st.floats(0.01, 0.3))
+@given(st.lists(st.sampled_from([-1.0, 0.0, 0.5, 1.0]), min_size=1, max_size=20), st.floats(0.01, 0.3))
 def test_the_bound_is_where_the_literal_capital_reaches_one_over_delta(losses: list[float], delta: float) -> None:
+    # Many texts with the same mix: the stakes of a short split all hit their cap.
+    losses = losses * 12
     bound = float(wsr_upper_bound(losses, delta))
     if bound < 1:
         assert literal_capital(losses, bound + 1e-6, delta) >= 1 / delta

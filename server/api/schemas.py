@@ -1,0 +1,241 @@
+"""What ``POST /classify`` takes and returns. Unknown fields are refused; numbers are numbers (``true`` and ``"0.9"``
+are not), finite, and within bounds."""
+
+from typing import Annotated, Any, Literal, Self
+
+from pydantic import BaseModel, ConfigDict, Discriminator, Field, Tag, model_validator
+
+from models.exits import Criterion, Reason
+
+
+class _Strict(BaseModel):
+    model_config = ConfigDict(extra="forbid", strict=True, frozen=True)
+
+
+class TextPair(_Strict):
+    """One text, or a pair of texts for a model that classifies pairs."""
+
+    text: str = Field(description="the text; empty or blank texts are refused")
+    text_pair: str | None = Field(default=None, description="the second text, for models that take pairs")
+
+
+def _kind_of_element(value: Any) -> str | None:
+    if isinstance(value, str):
+        return "=text"
+    return "=pair" if isinstance(value, dict | TextPair) else None
+
+
+def _kind_of_inputs(value: Any) -> str | None:
+    return "=list" if isinstance(value, list) else _kind_of_element(value)
+
+
+_Element = Annotated[
+    Annotated[str, Tag("=text")] | Annotated[TextPair, Tag("=pair")],
+    Discriminator(
+        _kind_of_element,
+        custom_error_type="input_type",
+        custom_error_message="a string, or an object with text and text_pair",
+    ),
+]
+_Inputs = Annotated[
+    Annotated[str, Tag("=text")]
+    | Annotated[TextPair, Tag("=pair")]
+    | Annotated[list[_Element], Field(min_length=1), Tag("=list")],
+    Discriminator(
+        _kind_of_inputs,
+        custom_error_type="input_type",
+        custom_error_message="a string, an object with text and text_pair, or a list of those",
+    ),
+]
+
+
+class ClassifyRequest(_Strict):
+    """Texts, and how deep to go for them. At most one of ``quality``, ``speed`` and ``criterion`` with ``threshold``
+    chooses the depth; none of them means the server's default quality."""
+
+    inputs: _Inputs = Field(
+        description="one text, or a list; two strings in a list are two texts, a pair is an object with text and "
+        "text_pair"
+    )
+    model: str | None = Field(
+        default=None, min_length=1, max_length=128, description="a name from /models; none means the server's default"
+    )
+    quality: float | None = Field(
+        default=None,
+        gt=0,
+        le=1,
+        allow_inf_nan=False,
+        description="agreement with the model's last exit that the answer must have, as a certified promise: the "
+        "certified tier with the smallest quality of at least this is used and named in `tier`; 1.0 is the last exit",
+    )
+    speed: float | None = Field(
+        default=None,
+        ge=1,
+        le=1000,
+        allow_inf_nan=False,
+        description="least mean speed-up on the bundle's measured curve (ratio of mean cost to full depth); no promise",
+    )
+    criterion: Criterion | None = Field(
+        default=None, description="what `threshold` is compared with; confidence where only a threshold is given"
+    )
+    threshold: float | None = Field(
+        default=None,
+        ge=0,
+        le=1000,
+        allow_inf_nan=False,
+        description="leave at a confidence of at least, or a normalised entropy of at most this (0 to 1), or after "
+        "this many exits in a row that agree with the exit before them (patience, a whole number from 1)",
+    )
+    min_exit: int | None = Field(
+        default=None,
+        ge=1,
+        le=1000,
+        description="pass the exits before this one; together with quality voids the promise",
+    )
+    max_exit: int | None = Field(
+        default=None, ge=1, le=1000, description="go no deeper than this exit; together with quality voids the promise"
+    )
+    quality_floor: float | None = Field(
+        default=None,
+        gt=0,
+        le=1,
+        allow_inf_nan=False,
+        description="consent to lower quality under load, down to this; at most `quality`. It is checked, but this "
+        "version never lowers quality, whatever the load",
+    )
+    deadline_ms: float | None = Field(
+        default=None,
+        gt=0,
+        le=600_000,
+        allow_inf_nan=False,
+        description="milliseconds after which texts are answered from their latest exit (reason `deadline`, no "
+        "promise); 504 where a text has passed none",
+    )
+    top_k: int | None = Field(
+        default=None, ge=1, le=100_000, description="length of `scores`; none, or more than there are, means all labels"
+    )
+    raw_scores: bool = Field(
+        default=False,
+        description="scores are the exit's logits, before temperature and softmax; confidence and entropy stay",
+    )
+    truncate: bool = Field(
+        default=True, description="cut texts that are longer than the model takes; false answers them with 413"
+    )
+    explain: bool = Field(default=False, description="add `exits`: the scores at every exit passed")
+
+    @model_validator(mode="after")
+    def _one_way(self) -> Self:
+        ways = {
+            "quality": self.quality is not None,
+            "speed": self.speed is not None,
+            "criterion and threshold": self.criterion is not None or self.threshold is not None,
+        }
+        chosen = [name for name, given in ways.items() if given]
+        if len(chosen) > 1:
+            raise ValueError(f"at most one way to choose the depth, but {' and '.join(chosen)} are given")
+        return self
+
+
+class Score(_Strict):
+    label: str
+    score: float = Field(description="probability after the exit's temperature, or the logit with raw_scores")
+
+
+class Exit(_Strict):
+    """Where a text left, and why."""
+
+    number: int = Field(description="the exit, 1 is the shallowest")
+    layer: int = Field(description="layers that were computed for all tokens")
+    of: int = Field(description="layers of the model")
+    cost: float = Field(
+        description="multiply-accumulates until this exit, heads and rows included, in units of one whole layer at the "
+        "text's length"
+    )
+    reason: Reason = Field(
+        description="confidence, entropy, patience: the criterion was met; final: the last exit; max_exit, deadline: "
+        "that limit ended the way"
+    )
+    confidence: float = Field(description="largest probability")
+    entropy: float = Field(description="entropy divided by the log of the number of labels: 0 certain, 1 uniform")
+    tier: float | None = Field(description="the certified quality that this answer carries; null: nothing is promised")
+
+
+class PassedExit(_Strict):
+    """What an exit on the way said (``explain``)."""
+
+    number: int
+    layer: int
+    cost: float
+    label: str
+    score: float
+    scores: list[Score]
+    confidence: float
+    entropy: float
+
+
+class Result(_Strict):
+    label: str
+    score: float
+    scores: list[Score] = Field(description="highest first, top_k of them")
+    exit: Exit
+    tokens: int = Field(description="tokens that the model read, special tokens included")
+    truncated: bool
+    exits: list[PassedExit] | None = Field(
+        default=None, description="only with explain: every exit passed, the one it left at last"
+    )
+
+
+class Usage(_Strict):
+    tokens: int
+    layers_run: int = Field(description="sum over the results of exit.layer")
+    layers_saved: int = Field(description="sum over the results of exit.of - exit.layer")
+
+
+class ClassifyResponse(_Strict):
+    """Results in the order of the inputs."""
+
+    model: str
+    version: str
+    results: list[Result]
+    usage: Usage
+
+
+class ErrorDetail(_Strict):
+    type: Literal[
+        "malformed",
+        "unauthorized",
+        "not_found",
+        "method_not_allowed",
+        "too_large",
+        "invalid",
+        "overloaded",
+        "internal",
+        "nonfinite",
+        "not_ready",
+        "draining",
+        "deadline",
+    ]
+    message: str = Field(description="one sentence for people; never holds input text")
+    param: str | None = Field(description="the field that it is about, as in inputs[3].text")
+
+
+class ErrorResponse(_Strict):
+    error: ErrorDetail
+
+
+REQUEST_EXAMPLES: dict[str, dict[str, Any]] = {
+    "one text": {"value": {"inputs": "a gripping and moving film"}},
+    "several texts at a promised quality": {
+        "value": {"inputs": ["a gripping film", "two hours of nothing"], "quality": 0.99}
+    },
+    "as fast as it takes": {"value": {"inputs": "a gripping film", "speed": 2.5}},
+    "a threshold of one's own, explained": {
+        "value": {"inputs": "a gripping film", "criterion": "entropy", "threshold": 0.2, "explain": True}
+    },
+    "never deeper than exit 2, never later than 25 ms": {
+        "value": {"inputs": "a gripping film", "max_exit": 2, "deadline_ms": 25}
+    },
+    "pairs (for a model that takes pairs)": {
+        "value": {"inputs": [{"text": "A man is playing a flute.", "text_pair": "Someone plays music."}]}
+    },
+}

@@ -1,0 +1,172 @@
+"""Puts the server together: an ASGI app from settings and bundles, and the process that serves it."""
+
+import asyncio
+import logging
+import os
+import signal
+import socket
+import sys
+import threading
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
+from importlib import metadata
+from types import FrameType
+from typing import Any
+
+import uvicorn
+from fastapi import FastAPI
+from fastapi.openapi.utils import get_openapi
+from pydantic.json_schema import models_json_schema
+from starlette.exceptions import HTTPException
+
+from models.bundle import Bundle, BundleError
+from server.api.errors import ApiError, on_api_error, on_http_error
+from server.api.routes import build_router
+from server.api.schemas import ClassifyRequest
+from server.catalog import load_catalog
+from server.config import Settings, StartError, unknown_variables
+from server.metrics import Metrics
+from server.middleware import Observe
+
+logger = logging.getLogger("offramp")
+
+DESCRIPTION = """Text classification that pays only for the depth each request needs.
+
+A text leaves the network at the first exit that is sure enough for what its request asked: a certified `quality`, a
+mean `speed`, or a `criterion` with a `threshold`. Every error is `{"error": {"type", "message", "param"}}`."""
+
+
+def load_bundles(settings: Settings) -> list[Bundle]:
+    """The bundles that ``settings`` name, verified. Raises :class:`StartError`."""
+    try:
+        return [Bundle.load(path) for path in settings.bundle_paths]
+    except BundleError as error:
+        raise StartError(str(error)) from None
+
+
+def create_app(settings: Settings, bundles: Sequence[Bundle]) -> FastAPI:
+    """The ASGI app: sessions are open and warm when this returns, the engines run for as long as its lifespan.
+
+    ``app.state.catalog`` and ``app.state.metrics`` are its models and metrics. Raises :class:`StartError`.
+    """
+    metrics = Metrics()
+    catalog = load_catalog(settings, bundles, metrics)
+
+    @asynccontextmanager
+    async def lifespan(app: FastAPI) -> AsyncIterator[None]:
+        await catalog.start()
+        yield
+        await catalog.close()
+
+    version = _version()
+    app = FastAPI(
+        title="Offramp",
+        version=version,
+        description=DESCRIPTION,
+        lifespan=lifespan,
+        redoc_url=None,
+        redirect_slashes=False,
+        exception_handlers={ApiError: on_api_error, HTTPException: on_http_error},
+    )
+    app.state.catalog = catalog
+    app.state.metrics = metrics
+    app.include_router(build_router(settings, catalog, metrics, version))
+    app.add_middleware(Observe, metrics=metrics, catalog=catalog, access_log=settings.access_log)
+    document: dict[str, Any] = {}
+
+    def openapi() -> dict[str, Any]:
+        if not document:
+            document.update(_openapi(app))
+        return document
+
+    app.openapi = openapi  # type: ignore[method-assign]
+    return app
+
+
+def run(settings: Settings) -> int:
+    """Serves until SIGTERM or SIGINT, and returns the exit status: 0 after a drain, 1 (and one line) on a bad start."""
+    configure_logging(settings.log_level)
+    for name in unknown_variables(dict(os.environ)):
+        logger.warning("%s is not a setting of this server", name)
+    try:
+        app = create_app(settings, load_bundles(settings))
+        listener = _listen(settings.host, settings.port)
+    except StartError as error:
+        print(f"offramp: {error}", file=sys.stderr)
+        return 1
+    config = uvicorn.Config(
+        app,
+        log_config=None,
+        access_log=False,
+        server_header=False,
+        lifespan="on",
+        timeout_graceful_shutdown=int(settings.drain_seconds),
+    )
+    with asyncio.Runner(loop_factory=config.get_loop_factory()) as runner:
+        return runner.run(_serve(uvicorn.Server(config), app, listener, settings))
+
+
+async def _serve(server: uvicorn.Server, app: FastAPI, listener: socket.socket, settings: Settings) -> int:
+    loop = asyncio.get_running_loop()
+
+    def stop() -> None:
+        server.should_exit = True
+
+    def on_signal(sig: int, frame: FrameType | None) -> None:
+        if app.state.catalog.draining:
+            # Asked twice: whoever asks does not want to wait.
+            server.force_exit = server.should_exit = True
+            return
+        app.state.catalog.draining = True
+        logger.info("%s: readiness is off, finishing accepted work", signal.Signals(sig).name)
+        loop.call_soon_threadsafe(loop.call_later, settings.shutdown_delay_seconds, stop)
+
+    # Uvicorn's own handler would raise the signal again after a clean end, and the exit status would be 143.
+    server.handle_exit = on_signal  # type: ignore[method-assign]
+    if threading.current_thread() is threading.main_thread():
+        # Uvicorn does the same a little later; from the line below on, people and tests count on it.
+        for sig in (signal.SIGTERM, signal.SIGINT):
+            signal.signal(sig, on_signal)
+    host, port = listener.getsockname()[:2]
+    logger.info("listening on http://%s:%d", f"[{host}]" if ":" in host else host, port)
+    await server.serve(sockets=[listener])
+    if server.force_exit:
+        # Uvicorn leaves it at that; requests still get their 503, and the engine its orderly end.
+        for task in list(server.server_state.tasks):
+            task.cancel()
+        await server.lifespan.shutdown()
+    return 0 if server.started else 1
+
+
+def _listen(host: str, port: int) -> socket.socket:
+    try:
+        family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[0]
+        return socket.create_server(address[:2], family=family, backlog=2048)
+    except OSError as error:
+        # The text of create_server's own error repeats the address.
+        why = os.strerror(error.errno) if error.errno and error.errno > 0 else error.strerror or error
+        raise StartError(f"cannot listen on {host}:{port}: {why}") from None
+
+
+def configure_logging(level: str) -> None:
+    """Log lines to standard error. Nothing that logs here is ever given a text."""
+    logging.basicConfig(
+        level=level.upper(), stream=sys.stderr, format="%(asctime)s %(levelname)s %(name)s: %(message)s", force=True
+    )
+    logging.getLogger("uvicorn").setLevel(logging.WARNING)
+    logging.getLogger("asyncio").setLevel(logging.WARNING)
+
+
+def _openapi(app: FastAPI) -> dict[str, Any]:
+    """FastAPI's document, and the request's schema: the route reads its body itself, in one validation pass."""
+    document = get_openapi(title=app.title, version=app.version, description=app.description, routes=app.routes)
+    _, definitions = models_json_schema([(ClassifyRequest, "validation")], ref_template="#/components/schemas/{model}")
+    document["components"]["schemas"].update(definitions["$defs"])
+    return document
+
+
+def _version() -> str:
+    try:
+        return metadata.version("offramp")
+    except metadata.PackageNotFoundError:
+        return "0.1.0"

@@ -1,0 +1,158 @@
+"""The models that one server serves: for each a bundle, the precision it runs in, and its engine."""
+
+import functools
+import logging
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from models.bundle import Bundle, Precision, PrecisionCalibration
+from models.costs import exit_costs
+from server.config import Settings, StartError
+from server.cpus import cpu_allowance, split_cpus
+from server.engine.engine import Engine
+from server.engine.runner import Runner
+from server.metrics import Metrics, ModelMetrics
+
+logger = logging.getLogger("offramp")
+
+
+@dataclass(frozen=True)
+class ServedModel:
+    """One model, ready to be started."""
+
+    bundle: Bundle
+    precision: Precision
+    device: str
+    workers: int
+    threads: int
+    engine: Engine
+    metrics: ModelMetrics
+
+    @property
+    def name(self) -> str:
+        return self.bundle.manifest.name
+
+    @property
+    def calibration(self) -> PrecisionCalibration:
+        return self.bundle.calibration.precisions[self.precision]
+
+    @functools.cached_property
+    def _costs(self) -> dict[int, NDArray[np.float64]]:
+        return {}
+
+    def exit_costs(self, tokens: int) -> NDArray[np.float64]:
+        """Cost ``[E]`` until each exit of a text of ``tokens`` tokens, in units of one whole layer."""
+        costs = self._costs.get(tokens)
+        if costs is None:
+            costs = self._costs[tokens] = exit_costs(self.bundle.manifest.architecture, tokens)
+        return costs
+
+
+class Catalog:
+    """Served models by name; the first is the default. ``draining`` is set once the server is told to end."""
+
+    def __init__(self, models: Sequence[ServedModel]) -> None:
+        """Raises :class:`StartError` where there is no model, or two with one name."""
+        if not models:
+            raise StartError("no bundle to serve")
+        self.models = {model.name: model for model in models}
+        if len(self.models) < len(models):
+            names = [model.name for model in models]
+            twice = next(name for name in names if names.count(name) > 1)
+            raise StartError(f"two bundles have the name {twice}; requests could not tell them apart")
+        self.default = models[0]
+        self.draining = False
+
+    def find(self, name: str | None) -> ServedModel | None:
+        """The model called ``name``, the default for ``None``; ``None`` where there is none."""
+        return self.default if name is None else self.models.get(name)
+
+    @property
+    def alive(self) -> bool:
+        """Whether every engine runs."""
+        return all(model.engine.healthy for model in self.models.values())
+
+    async def start(self) -> None:
+        for model in self.models.values():
+            await model.engine.start()
+
+    async def close(self) -> None:
+        """Finishes accepted work and ends the engines."""
+        self.draining = True
+        for model in self.models.values():
+            await model.engine.close()
+
+
+def load_catalog(settings: Settings, bundles: Sequence[Bundle], metrics: Metrics) -> Catalog:
+    """Opens and warms the sessions of every bundle.
+
+    Raises :class:`StartError` where a bundle lacks the precision asked for, its graphs do not fit its manifest, or the
+    device does not work.
+    """
+    return Catalog([_serve(settings, bundle, metrics) for bundle in bundles])
+
+
+def _serve(settings: Settings, bundle: Bundle, metrics: Metrics) -> ServedModel:
+    manifest = bundle.manifest
+    precision = settings.precision or manifest.default_precision
+    if precision not in manifest.precisions:
+        raise StartError(f"{bundle.path}: no graphs in precision {precision}; it has {', '.join(manifest.precisions)}")
+    workers, threads = split_cpus(cpu_allowance(), settings.workers, settings.threads)
+    runner = Runner(bundle, precision=precision, device=settings.device, threads=threads)
+    on_cpu = runner.device == "cpu"
+    if not on_cpu and settings.workers is None:
+        workers = 1  # one stream per session: a second worker would only wait for the first
+    budget = settings.max_batch_tokens or (512 if on_cpu else 8192)
+    runner.warm_up(budget)
+    calibration = bundle.calibration.precisions[precision]
+    tiers = tuple(sorted({tier.quality for tier in calibration.certified}, reverse=True))
+    observer = metrics.for_model(manifest.name, manifest.architecture, tiers)
+    engine = Engine(
+        runner=runner,
+        encoder=bundle.encoder,
+        temperatures=calibration.temperatures,
+        observer=observer,
+        workers=workers,
+        max_queue=settings.max_queue,
+        max_batch_tokens=budget,
+        max_batch_texts=settings.max_batch_texts,
+    )
+    observer.watch_queues(engine.queue_depth)
+    metrics.model_info.labels(
+        manifest.name,
+        manifest.version,
+        precision,
+        runner.device,
+        str(len(manifest.labels)),
+        str(len(manifest.architecture.exits)),
+    ).set(1)
+    if settings.default_quality < 1.0 and not any(tier >= settings.default_quality for tier in tiers):
+        names = ", ".join(f"{tier:g}" for tier in tiers) or "none"
+        logger.warning(
+            "%s: the default quality %g is not certified (certified: %s); requests that choose no depth run to the end",
+            manifest.name,
+            settings.default_quality,
+            names,
+        )
+    logger.info(
+        "%s %s: %s on %s, %d workers with %d threads, %d exits",
+        manifest.name,
+        manifest.version,
+        precision,
+        runner.device,
+        workers,
+        threads,
+        len(manifest.architecture.exits),
+    )
+    return ServedModel(
+        bundle=bundle,
+        precision=precision,
+        device=runner.device,
+        workers=workers,
+        threads=threads,
+        engine=engine,
+        metrics=observer,
+    )

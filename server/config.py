@@ -1,0 +1,147 @@
+"""Every setting of the server, with its unit and meaning.
+
+A setting comes from a flag of ``offramp serve``, else from the environment variable ``OFFRAMP_<NAME>``, else from the
+default below. Bad settings stop the start with one line; nothing is left to fail at the first request.
+"""
+
+import os
+from pathlib import Path
+from typing import Annotated, Any, Literal, Self
+
+from pydantic import Field, ValidationError, field_validator, model_validator
+from pydantic_settings import BaseSettings, NoDecode, SettingsConfigDict
+
+from models.bundle import Precision
+
+SHIPPED_BUNDLE = Path(__file__).resolve().parent.parent / "models" / "zoo" / "sst2-minilm-l6"
+
+
+class StartError(Exception):
+    """The server cannot start; the message is the one line that the person who started it reads."""
+
+
+class Settings(BaseSettings):
+    """Settings of one server process. Build it with :func:`load_settings`, which words its errors for people."""
+
+    model_config = SettingsConfigDict(env_prefix="OFFRAMP_", frozen=True, extra="forbid", env_ignore_empty=True)
+
+    bundles: Annotated[tuple[Path, ...], NoDecode] = Field(
+        default=(),
+        description=f"bundle folders to serve, the first is the default model; in the environment separated by "
+        f"'{os.pathsep}'; none means the shipped bundle",
+    )
+    host: str = Field(default="127.0.0.1", min_length=1, description="address to listen on; 0.0.0.0 for all")
+    port: int = Field(default=8000, ge=0, le=65535, description="TCP port; 0 takes a free one and logs it")
+
+    device: str = Field(
+        default="auto",
+        pattern=r"^(auto|cpu|cuda(:[0-9]{1,3})?)$",
+        description="auto takes CUDA where it works, else the CPU; cuda or cuda:<n> fails at start where it does not",
+    )
+    precision: Precision | None = Field(default=None, description="graphs to run; none means each bundle's default")
+    workers: int | None = Field(
+        default=None, ge=1, le=1024, description="threads that run segments; none fits them to the CPU allowance"
+    )
+    threads: int | None = Field(
+        default=None, ge=1, le=1024, description="CPU threads inside one run; none fits them to the CPU allowance"
+    )
+    max_batch_tokens: int | None = Field(
+        default=None,
+        ge=1,
+        description="tokens of one micro-batch, padding included (a longer single text runs alone); "
+        "none means 512 on the CPU and 8192 on CUDA",
+    )
+    max_batch_texts: int = Field(default=32, ge=1, le=4096, description="texts of one micro-batch")
+
+    default_quality: float = Field(
+        default=0.99,
+        gt=0,
+        le=1,
+        allow_inf_nan=False,
+        description="agreement with the last exit promised to requests that choose no depth; where the bundle has no "
+        "such certified tier they run to the last exit",
+    )
+    deadline_ms: float | None = Field(
+        default=None,
+        gt=0,
+        le=600_000,
+        allow_inf_nan=False,
+        description="milliseconds after which a request without deadline_ms is answered from its latest exit; "
+        "none means no deadline",
+    )
+
+    max_queue: int = Field(
+        default=1024, ge=1, description="texts accepted and not yet answered, per model; beyond it requests get 429"
+    )
+    max_inputs: int = Field(default=128, ge=1, description="texts of one request; beyond it 413")
+    max_body_bytes: int = Field(default=2 * 1024 * 1024, ge=1024, description="bytes of a request body; beyond it 413")
+    max_characters: int = Field(
+        default=100_000, ge=1, description="characters of one text (and of one text_pair); beyond it 413"
+    )
+
+    log_level: Literal["debug", "info", "warning", "error"] = Field(
+        default="info", description="least severe level that is logged; no level ever logs a text"
+    )
+    access_log: bool = Field(default=False, description="log one line for every request")
+    shutdown_delay_seconds: float = Field(
+        default=0.0,
+        ge=0,
+        le=600,
+        allow_inf_nan=False,
+        description="seconds to go on serving after SIGTERM with readiness off, so that load balancers notice",
+    )
+    drain_seconds: float = Field(
+        default=30.0,
+        ge=0,
+        le=3600,
+        allow_inf_nan=False,
+        description="most seconds to finish accepted work once connections are no longer accepted",
+    )
+
+    @field_validator("bundles", mode="before")
+    @classmethod
+    def _split(cls, value: object) -> object:
+        if isinstance(value, str):
+            return tuple(part for part in value.split(os.pathsep) if part)
+        return value
+
+    @model_validator(mode="after")
+    def _fits(self) -> Self:
+        if self.max_inputs > self.max_queue:
+            raise ValueError(
+                f"max_inputs {self.max_inputs} exceeds max_queue {self.max_queue}: a full request would never fit"
+            )
+        return self
+
+    @property
+    def bundle_paths(self) -> tuple[Path, ...]:
+        """The bundles to serve: those named, else the shipped one."""
+        return self.bundles or (SHIPPED_BUNDLE,)
+
+
+def load_settings(**flags: Any) -> Settings:
+    """Settings from ``flags`` (those that are not ``None``), the environment and the defaults.
+
+    Raises :class:`StartError`, naming the setting and its environment variable, where a value is not allowed.
+    """
+    given = {name: value for name, value in flags.items() if value is not None}
+    try:
+        return Settings(**given)
+    except ValidationError as error:
+        first = error.errors(include_url=False, include_context=False)[0]
+        if not first["loc"]:
+            raise StartError(f"settings: {first['msg'].removeprefix('Value error, ')}") from None
+        name = str(first["loc"][0])
+        variable = f"OFFRAMP_{name.upper()}"
+        source = f"--{name.replace('_', '-')}" if name in given else variable
+        hint = ""
+        if name == "port" and str(first["input"]).startswith("tcp://"):
+            # Kubernetes injects OFFRAMP_PORT=tcp://... into pods beside a Service named "offramp".
+            hint = " (set by a Kubernetes Service named offramp: use enableServiceLinks: false)"
+        raise StartError(f"setting {source}: {first['msg']}, got {first['input']!r}{hint}") from None
+
+
+def unknown_variables(environment: dict[str, str]) -> list[str]:
+    """Names in ``environment`` that look like settings and are none: most likely typing errors."""
+    known = {f"OFFRAMP_{name.upper()}" for name in Settings.model_fields}
+    return sorted(name for name in environment if name.startswith("OFFRAMP_") and name not in known)

@@ -1,0 +1,138 @@
+"""What travels through the engine: texts going in, items on their way, readings at each exit, answers coming out."""
+
+import asyncio
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Literal
+
+import numpy as np
+from numpy.typing import NDArray
+
+from models.exits import Floats, Policy, Reason
+
+State = tuple[NDArray[np.float32], ...]
+"""What one text carries into its next segment: ``[S, H]`` for each name of ``models.bundle.state_names``."""
+
+
+@dataclass(frozen=True, slots=True)
+class Text:
+    """One text to classify, or a pair of texts."""
+
+    text: str
+    pair: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Reading:
+    """What one exit said of one text: ``logits [K]``, ``probabilities [K]`` after the exit's temperature, the index of
+    the label, the largest probability and the normalised entropy."""
+
+    exit: int
+    logits: Floats
+    probabilities: Floats
+    label: int
+    confidence: float
+    entropy: float
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """The outcome for a text that was answered.
+
+    ``readings`` are those of every exit passed; the last one is the exit that the text left at. ``queue_seconds`` is
+    the time spent waiting for a worker before any of its segments, ``inference_seconds`` the time of those segments'
+    runs.
+    """
+
+    readings: tuple[Reading, ...]
+    reason: Reason
+    tokens: int
+    truncated: bool
+    queue_seconds: float
+    inference_seconds: float
+
+    @property
+    def left(self) -> Reading:
+        """The reading that is the answer."""
+        return self.readings[-1]
+
+
+@dataclass(frozen=True, slots=True)
+class Failure:
+    """The outcome for a text that was not answered: its logits were not finite, its micro-batch broke, or its deadline
+    passed before its first exit."""
+
+    kind: Literal["nonfinite", "internal", "deadline"]
+
+
+Outcome = Answer | Failure
+
+
+class Submission:
+    """The texts of one ``submit`` call: their outcomes, and a future that completes with the last of them.
+
+    Only the event loop's thread touches it.
+    """
+
+    def __init__(self, size: int, future: "asyncio.Future[None]") -> None:
+        self.outcomes: list[Outcome | None] = [None] * size
+        self.future = future
+        self._open = size
+
+    def settle(self, index: int, outcome: Outcome) -> None:
+        """Records the outcome of text ``index``; the future may be cancelled already."""
+        self.outcomes[index] = outcome
+        self._open -= 1
+        if self._open == 0 and not self.future.done():
+            self.future.set_result(None)
+
+
+@dataclass(slots=True, eq=False)
+class Item:
+    """One text on its way through the segments.
+
+    ``arrival`` orders items by age; ``deadline`` and ``waiting_since`` are on the engine's clock, in seconds.
+    ``segment`` is the one to run next. ``done`` means that nobody waits for it any more: answered, failed or abandoned.
+    """
+
+    arrival: int
+    ids: NDArray[np.int64]
+    type_ids: NDArray[np.int64]
+    policy: Policy
+    truncated: bool
+    submission: Submission
+    index: int
+    deadline: float | None = None
+    segment: int = 1
+    state: State = ()
+    readings: list[Reading] = field(default_factory=list)
+    previous_label: int = -1
+    streak: int = 0
+    waiting_since: float = 0.0
+    queue_seconds: float = 0.0
+    inference_seconds: float = 0.0
+    queued: bool = False
+    done: bool = False
+
+    @property
+    def tokens(self) -> int:
+        return len(self.ids)
+
+    def answer(self, reason: Reason) -> Answer:
+        """The answer of an item that leaves at its latest reading."""
+        return Answer(
+            readings=tuple(self.readings),
+            reason=reason,
+            tokens=self.tokens,
+            truncated=self.truncated,
+            queue_seconds=self.queue_seconds,
+            inference_seconds=self.inference_seconds,
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Batch:
+    """A micro-batch: items that run segment ``segment`` together."""
+
+    segment: int
+    items: Sequence[Item]

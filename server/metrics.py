@@ -1,0 +1,177 @@
+"""Prometheus metrics: the names, labels and buckets that dashboards and alerts rely on.
+
+Every app has a registry of its own, so several apps can live in one process. Series are created at the start, so that
+``rate()`` works from the first event on.
+"""
+
+import functools
+from collections.abc import Callable
+
+import prometheus_client
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
+
+from models.architecture import Architecture
+from models.exits import Reason
+from server.engine.request import Answer, Failure
+
+# Seconds. From 0.25 ms, doubling; early exits answer in the first few buckets.
+SECONDS = (
+    0.00025, 0.0005, 0.001, 0.002, 0.004, 0.008, 0.016, 0.032, 0.064, 0.128, 0.256, 0.512, 1.024, 2.048, 4.096, 8.192
+)  # fmt: skip
+BATCH_SIZES = (1, 2, 4, 8, 16, 32, 64, 128, 256)
+CONFIDENCES = (0.5, 0.6, 0.7, 0.8, 0.85, 0.9, 0.925, 0.95, 0.97, 0.98, 0.99, 0.995, 0.999, 1.0)
+
+CLASSIFY_CODES = (200, 400, 413, 422, 429, 499, 500, 503, 504)
+REJECTIONS = ("queue_full", "deadline", "not_running")
+UNMATCHED = "unmatched"
+
+
+class Metrics:
+    """All metrics of one app. Durations are in seconds; counts of ``exits``, ``tier``, ``cancelled``, ``truncated`` and
+    ``nonfinite`` are in texts, those of ``requests`` and ``rejected`` in requests."""
+
+    def __init__(self) -> None:
+        self.registry = CollectorRegistry()
+        prometheus_client.ProcessCollector(registry=self.registry)
+        prometheus_client.PlatformCollector(registry=self.registry)
+        prometheus_client.GCCollector(registry=self.registry)
+
+        def counter(name: str, help_text: str, *labels: str) -> Counter:
+            return Counter(f"offramp_{name}", help_text, labels, registry=self.registry)
+
+        def histogram(name: str, help_text: str, buckets: tuple[float, ...], *labels: str) -> Histogram:
+            return Histogram(f"offramp_{name}", help_text, labels, buckets=buckets, registry=self.registry)
+
+        def gauge(name: str, help_text: str, *labels: str) -> Gauge:
+            return Gauge(f"offramp_{name}", help_text, labels, registry=self.registry)
+
+        self.requests = counter(
+            "requests_total", "HTTP requests; code 499: the client left before its answer", "model", "route", "code"
+        )
+        self.request_seconds = histogram(
+            "request_duration_seconds", "HTTP request, first byte in to last byte out", SECONDS, "model", "route"
+        )
+        self.tokenize_seconds = histogram(
+            "tokenize_duration_seconds", "Tokenizing all texts of a request", SECONDS, "model"
+        )
+        self.queue_seconds = histogram(
+            "queue_duration_seconds", "Waiting of a text for a worker, before all its segments", SECONDS, "model"
+        )
+        self.inference_seconds = histogram(
+            "inference_duration_seconds", "Runs of all segments that a text took part in", SECONDS, "model"
+        )
+        self.exits = counter("exits_total", "Texts answered, by the exit they left at", "model", "exit", "reason")
+        self.confidence = histogram(
+            "exit_confidence", "Largest probability at the exit that a text left at", CONFIDENCES, "model", "exit"
+        )
+        self.layers_run = counter("layers_run_total", "Layers computed for answered texts", "model")
+        self.layers_saved = counter("layers_saved_total", "Layers that answered texts did not need", "model")
+        self.batch_size = histogram(
+            "segment_batch_size", "Texts in a run of a segment", BATCH_SIZES, "model", "segment"
+        )
+        self.segment_seconds = histogram(
+            "segment_duration_seconds", "One run of a segment", SECONDS, "model", "segment"
+        )
+        self.queue_depth = gauge("queue_depth", "Texts waiting for a segment now", "model", "segment")
+        self.inflight = gauge("inflight_requests", "Classification requests in work now")
+        self.rejected = counter("rejected_total", "Requests refused or given up unanswered", "model", "reason")
+        self.cancelled = counter("cancelled_total", "Texts dropped because their client had gone", "model")
+        self.truncated = counter("truncated_total", "Texts cut to the model's maximum length", "model")
+        self.nonfinite = counter("nonfinite_total", "Texts failed because a logit was NaN or infinite", "model")
+        self.shadow = counter(
+            "shadow_total",
+            "Early answers also run to the last exit; 0 while there is no shadow sampling",
+            "model",
+            "agrees",
+        )
+        self.tier = counter("tier_total", "Texts answered, by the certified tier of the answer", "model", "tier")
+        self.model_info = gauge(
+            "model_info", "1 for each model served", "model", "version", "precision", "device", "labels", "exits"
+        )
+
+    def for_model(self, model: str, architecture: Architecture, tiers: tuple[float, ...]) -> "ModelMetrics":
+        """The metrics of one model; ``tiers`` are its certified qualities."""
+        return ModelMetrics(self, model, architecture, tiers)
+
+    def create_route(self, route: str, codes: tuple[int, ...] = (200,), model: str = "") -> None:
+        """Creates the request series of a route, so that they are there before the first request."""
+        for code in codes:
+            self.requests.labels(model, route, str(code))
+        self.request_seconds.labels(model, route)
+
+
+class ModelMetrics:
+    """One model's series, looked up once. It is the engine's observer."""
+
+    def __init__(self, metrics: Metrics, model: str, architecture: Architecture, tiers: tuple[float, ...]) -> None:
+        self._layers = {spec.number: spec.after_layer for spec in architecture.exits}
+        self._num_layers = architecture.num_layers
+        self._metrics = metrics
+        self._model = model
+        last = len(architecture.exits)
+        early: tuple[Reason, ...] = ("confidence", "entropy", "patience", "max_exit", "deadline")
+        self._exits = {
+            (number, reason): metrics.exits.labels(model, str(number), reason)
+            for number in self._layers
+            for reason in (early if number < last else ("final",))
+        }
+        self._confidence = {number: metrics.confidence.labels(model, str(number)) for number in self._layers}
+        self._batch_size = {number: metrics.batch_size.labels(model, str(number)) for number in self._layers}
+        self._segment_seconds = {number: metrics.segment_seconds.labels(model, str(number)) for number in self._layers}
+        self._layers_run = metrics.layers_run.labels(model)
+        self._layers_saved = metrics.layers_saved.labels(model)
+        self._tokenize = metrics.tokenize_seconds.labels(model)
+        self._queue = metrics.queue_seconds.labels(model)
+        self._inference = metrics.inference_seconds.labels(model)
+        self._cancelled = metrics.cancelled.labels(model)
+        self._truncated = metrics.truncated.labels(model)
+        self._nonfinite = metrics.nonfinite.labels(model)
+        self._tiers = {tier: metrics.tier.labels(model, tier_label(tier)) for tier in (None, 1.0, *tiers)}
+        self._rejected = {reason: metrics.rejected.labels(model, reason) for reason in REJECTIONS}
+        for agrees in ("true", "false"):
+            metrics.shadow.labels(model, agrees)
+        metrics.create_route("/classify", CLASSIFY_CODES, model)
+
+    def watch_queues(self, depth: Callable[[int], int]) -> None:
+        """Reads the queue gauges from ``depth(segment)`` at every scrape."""
+        for segment in self._layers:
+            gauge = self._metrics.queue_depth.labels(self._model, str(segment))
+            gauge.set_function(functools.partial(depth, segment))
+
+    def segment_ran(self, segment: int, texts: int, seconds: float) -> None:
+        self._batch_size[segment].observe(texts)
+        self._segment_seconds[segment].observe(seconds)
+
+    def answered(self, answer: Answer) -> None:
+        left = answer.left
+        self._exits[left.exit, answer.reason].inc()
+        self._confidence[left.exit].observe(left.confidence)
+        self._queue.observe(answer.queue_seconds)
+        self._inference.observe(answer.inference_seconds)
+        layers = self._layers[left.exit]
+        self._layers_run.inc(layers)
+        self._layers_saved.inc(self._num_layers - layers)
+        if answer.truncated:
+            self._truncated.inc()
+
+    def failed(self, failure: Failure) -> None:
+        if failure.kind == "nonfinite":
+            self._nonfinite.inc()
+
+    def cancelled(self) -> None:
+        self._cancelled.inc()
+
+    def tokenized(self, seconds: float) -> None:
+        self._tokenize.observe(seconds)
+
+    def served_at(self, tier: float | None) -> None:
+        """One text was answered under ``tier``."""
+        self._tiers[tier].inc()
+
+    def rejected(self, reason: str) -> None:
+        self._rejected[reason].inc()
+
+
+def tier_label(tier: float | None) -> str:
+    """A tier as a label value: ``0.99``, or ``none`` where nothing is promised."""
+    return "none" if tier is None else f"{tier:g}"

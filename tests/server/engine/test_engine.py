@@ -1,0 +1,361 @@
+"""The engine with real graphs: early exits skip segments, nobody is disturbed by others, nothing is lost."""
+
+import asyncio
+import threading
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import asynccontextmanager
+from typing import Any
+
+import numpy as np
+import pytest
+
+from models.bundle import Bundle
+from models.exits import Policy, full_depth
+from server.engine.engine import Engine, NoTokens, NotRunning, Overloaded, TooLong
+from server.engine.request import Answer, Failure, Outcome, Text
+from server.engine.runner import Runner, SegmentOutput, Work
+from tests.server.conftest import some_texts
+from tests.tiny import POISON
+
+pytestmark = pytest.mark.anyio
+
+LAST = full_depth(4)
+FIRST = Policy("confidence", 0.0)
+
+
+class Spy:
+    """A real runner that notes what it runs; ``before`` may block or raise."""
+
+    def __init__(self, bundle: Bundle) -> None:
+        self._runner = Runner(bundle, precision="fp32", device="cpu", threads=1)
+        self.runs: list[tuple[int, int]] = []
+        self.before: Callable[[int], None] = lambda segment: None
+
+    def run(self, segment: int, items: Sequence[Work]) -> SegmentOutput:
+        self.runs.append((segment, len(items)))
+        self.before(segment)
+        return self._runner.run(segment, items)
+
+
+class Tally:
+    """An observer that counts."""
+
+    def __init__(self) -> None:
+        self.answers: list[Answer] = []
+        self.failures: list[Failure] = []
+        self.cancellations = 0
+
+    def segment_ran(self, segment: int, texts: int, seconds: float) -> None:
+        assert seconds >= 0
+
+    def answered(self, answer: Answer) -> None:
+        self.answers.append(answer)
+
+    def failed(self, failure: Failure) -> None:
+        self.failures.append(failure)
+
+    def cancelled(self) -> None:
+        self.cancellations += 1
+
+
+class Rig:
+    def __init__(self, bundle: Bundle, **settings: Any) -> None:
+        self.spy = Spy(bundle)
+        self.tally = Tally()
+        options: dict[str, Any] = {"workers": 1, "max_queue": 500, "max_batch_tokens": 512, "max_batch_texts": 32}
+        self.engine = Engine(
+            runner=self.spy,
+            encoder=bundle.encoder,
+            temperatures=bundle.calibration.precisions["fp32"].temperatures,
+            observer=self.tally,
+            **(options | settings),
+        )
+
+    async def ask(self, *texts: str, policy: Policy = LAST, **options: Any) -> list[Outcome]:
+        submitted = await self.engine.submit([Text(text) for text in texts], [policy] * len(texts), **options)
+        return submitted.outcomes
+
+
+@asynccontextmanager
+async def running(bundle: Bundle, **settings: Any) -> AsyncIterator[Rig]:
+    rig = Rig(bundle, **settings)
+    await rig.engine.start()
+    try:
+        yield rig
+    finally:
+        rig.spy.before = lambda segment: None
+        await rig.engine.close()
+
+
+class Gate:
+    """Blocks a worker inside a segment until it is opened."""
+
+    def __init__(self, rig: Rig, segment: int) -> None:
+        self._entered, self._open = threading.Event(), threading.Event()
+        self._segment = segment
+        rig.spy.before = self._wait
+
+    def _wait(self, segment: int) -> None:
+        if segment == self._segment:
+            self._entered.set()
+            self._open.wait(30)
+
+    async def entered(self) -> None:
+        assert await asyncio.to_thread(self._entered.wait, 30)
+
+    def open(self) -> None:
+        self._open.set()
+
+
+async def until(condition: Callable[[], bool]) -> None:
+    """Waits for something that other threads bring about; fails after 30 s."""
+    for _ in range(3000):
+        if condition():
+            return
+        await asyncio.sleep(0.01)
+    raise AssertionError("waited in vain")
+
+
+def answered(outcome: Outcome) -> Answer:
+    assert isinstance(outcome, Answer), outcome
+    return outcome
+
+
+async def test_an_early_exit_skips_the_segments_behind_it(tiny_bundle: Bundle) -> None:
+    async with running(tiny_bundle) as rig:
+        (outcome,) = await rig.ask("a good film", policy=FIRST)
+        assert answered(outcome).left.exit == 1
+        assert answered(outcome).reason == "confidence"
+        assert rig.spy.runs == [(1, 1)]
+
+
+async def test_full_depth_runs_every_segment_once(tiny_bundle: Bundle) -> None:
+    async with running(tiny_bundle) as rig:
+        (outcome,) = await rig.ask("a good film")
+        assert answered(outcome).left.exit == 4
+        assert answered(outcome).reason == "final"
+        assert [reading.exit for reading in answered(outcome).readings] == [1, 2, 3, 4]
+        assert rig.spy.runs == [(1, 1), (2, 1), (3, 1), (4, 1)]
+
+
+async def test_a_batch_compacts_at_each_exit(tiny_bundle: Bundle) -> None:
+    async with running(tiny_bundle) as rig:
+        policies = [FIRST, Policy("confidence", 0.0, min_exit=2), Policy("confidence", 1.0, max_exit=3), LAST]
+        submitted = await rig.engine.submit([Text("a good film")] * 4, policies)
+        assert [answered(outcome).left.exit for outcome in submitted.outcomes] == [1, 2, 3, 4]
+        assert [answered(outcome).reason for outcome in submitted.outcomes] == [
+            "confidence", "confidence", "max_exit", "final",
+        ]  # fmt: skip
+        assert rig.spy.runs == [(1, 4), (2, 3), (3, 2), (4, 1)]
+
+
+async def test_leavers_are_answered_while_survivors_run_on(tiny_bundle: Bundle) -> None:
+    async with running(tiny_bundle) as rig:
+        blocked = Gate(rig, segment=2)
+        submitted = rig.engine.submit([Text("a good film"), Text("a dull film")], [LAST, FIRST])
+        both = asyncio.ensure_future(submitted)
+        await blocked.entered()
+        await until(lambda: len(rig.tally.answers) == 1)
+        assert rig.tally.answers[0].left.exit == 1
+        assert not both.done()
+        blocked.open()
+        assert [answered(outcome).left.exit for outcome in (await both).outcomes] == [4, 1]
+
+
+async def test_newcomers_are_served_while_a_worker_is_busy(tiny_bundle: Bundle) -> None:
+    async with running(tiny_bundle, workers=2) as rig:
+        gate = Gate(rig, segment=2)
+        older = asyncio.ensure_future(rig.ask("a good film"))
+        await gate.entered()
+        (outcome,) = await rig.ask("a dull film", policy=FIRST)
+        assert answered(outcome).left.exit == 1
+        gate.open()
+        assert answered((await older)[0]).left.exit == 4
+
+
+@pytest.mark.parametrize("policy", [LAST, Policy("confidence", 0.9), Policy("entropy", 0.3), Policy("patience", 1)])
+async def test_company_changes_nothing(tiny_bundle: Bundle, policy: Policy) -> None:
+    texts = some_texts(40, seed=7)
+    async with running(tiny_bundle, workers=2) as rig:
+        alone = [answered((await rig.ask(text, policy=policy))[0]) for text in texts]
+        together = [answered(outcome) for outcome in await rig.ask(*texts, policy=policy)]
+    assert max(size for _, size in rig.spy.runs) > 1
+    compared = 0
+    for one, other in zip(alone, together, strict=True):
+        # Where a reading is within rounding of the threshold, the exit may differ; such texts prove nothing.
+        values = [reading.entropy if policy.criterion == "entropy" else reading.confidence for reading in one.readings]
+        if min(abs(value - policy.threshold) for value in values) < 1e-4:
+            continue
+        compared += 1
+        assert (one.left.exit, one.left.label, one.reason) == (other.left.exit, other.left.label, other.reason)
+        np.testing.assert_allclose(one.left.probabilities, other.left.probabilities, atol=1e-4)
+    assert compared > 30
+
+
+async def test_a_poisoned_text_fails_alone(tiny_bundle: Bundle) -> None:
+    async with running(tiny_bundle) as rig:
+        expected = answered((await rig.ask("a good film"))[0])
+        good, bad, other = await rig.ask("a good film", f"a {POISON} film", "a dull film")
+        assert bad == Failure("nonfinite")
+        np.testing.assert_allclose(answered(good).left.logits, expected.left.logits, atol=1e-5)
+        assert answered(other).left.exit == 4
+        assert rig.tally.failures == [Failure("nonfinite")]
+        assert (1, 3) in rig.spy.runs
+        assert (2, 2) in rig.spy.runs
+
+
+async def test_not_a_number_is_never_confident(tiny_bundle: Bundle) -> None:
+    async with running(tiny_bundle) as rig:
+        (outcome,) = await rig.ask(POISON, policy=FIRST)
+        assert outcome == Failure("nonfinite")
+
+
+async def test_an_exception_fails_its_batch_and_no_worker(
+    tiny_bundle: Bundle, caplog: pytest.LogCaptureFixture
+) -> None:
+    def broken(segment: int) -> None:
+        if segment == 2:
+            raise RuntimeError("out of something")
+
+    async with running(tiny_bundle) as rig:
+        rig.spy.before = broken
+        outcomes = await rig.ask("a secret film", "a good film")
+        assert outcomes == [Failure("internal")] * 2
+        assert "segment 2 failed for 2 texts" in caplog.text
+        assert "secret" not in caplog.text
+        rig.spy.before = lambda segment: None
+        assert rig.engine.healthy
+        assert answered((await rig.ask("a good film"))[0]).left.exit == 4
+
+
+async def test_abandoned_texts_are_dropped_before_their_next_segment(tiny_bundle: Bundle) -> None:
+    async with running(tiny_bundle) as rig:
+        gate = Gate(rig, segment=1)
+        running_one = asyncio.ensure_future(rig.ask("a good film"))
+        await gate.entered()
+        waiting_one = asyncio.ensure_future(rig.ask("a dull film"))
+        await asyncio.sleep(0)
+        running_one.cancel()
+        waiting_one.cancel()
+        await asyncio.gather(running_one, waiting_one, return_exceptions=True)
+        gate.open()
+        assert answered((await rig.ask("a long film", policy=FIRST))[0]).left.exit == 1
+        assert rig.tally.cancellations == 2
+        # Segment 1 ran for the one that was in it already and for the third text; segment 2 for nobody.
+        assert rig.spy.runs == [(1, 1), (1, 1)]
+
+
+async def test_at_the_deadline_the_latest_exit_answers(tiny_bundle: Bundle) -> None:
+    async with running(tiny_bundle) as rig:
+        gate = Gate(rig, segment=3)
+        outcome = (await rig.ask("a good film", deadline_seconds=0.3))[0]
+        gate.open()
+        assert answered(outcome).reason == "deadline"
+        assert answered(outcome).left.exit == 2
+
+
+async def test_a_text_that_passed_no_exit_by_its_deadline_fails(tiny_bundle: Bundle) -> None:
+    async with running(tiny_bundle) as rig:
+        gate = Gate(rig, segment=1)
+        assert await rig.ask("a good film", deadline_seconds=0.05) == [Failure("deadline")]
+        gate.open()
+        assert rig.tally.failures == [Failure("deadline")]
+
+
+async def test_a_deadline_that_is_not_reached_changes_nothing(tiny_bundle: Bundle) -> None:
+    async with running(tiny_bundle) as rig:
+        assert answered((await rig.ask("a good film", deadline_seconds=60))[0]).reason == "final"
+
+
+async def test_the_queue_is_bounded_and_recovers(tiny_bundle: Bundle) -> None:
+    async with running(tiny_bundle, max_queue=3) as rig:
+        gate = Gate(rig, segment=1)
+        first = asyncio.ensure_future(rig.ask("a good film", "a dull film"))
+        await gate.entered()
+        with pytest.raises(Overloaded) as caught:
+            await rig.ask("a long film", "a short film")
+        assert caught.value.retry_after >= 1
+        third = asyncio.ensure_future(rig.ask("a long film"))
+        await asyncio.sleep(0)
+        with pytest.raises(Overloaded):
+            await rig.ask("a short film")
+        gate.open()
+        await asyncio.gather(first, third)
+        assert len(await rig.ask("a", "b", "c")) == 3
+
+
+@pytest.mark.parametrize("broken", ["", "\u0000"])
+async def test_refused_texts_give_their_places_back(tiny_bundle: Bundle, broken: str) -> None:
+    async with running(tiny_bundle, max_queue=2) as rig:
+        for _ in range(5):
+            with pytest.raises(NoTokens) as caught:
+                await rig.ask("a good film", broken)
+            assert caught.value.index == 1
+        assert len(await rig.ask("a", "b")) == 2
+
+
+async def test_a_long_text_is_cut_or_refused_as_wished(tiny_bundle: Bundle) -> None:
+    async with running(tiny_bundle) as rig:
+        answer = answered((await rig.ask("good " * 200))[0])
+        assert answer.truncated
+        assert answer.tokens == 64
+        with pytest.raises(TooLong) as caught:
+            await rig.ask("a", "good " * 200, truncate=False)
+        assert (caught.value.index, caught.value.tokens, caught.value.limit) == (1, 202, 64)
+        assert not answered((await rig.ask("good " * 62, truncate=False))[0]).truncated
+
+
+async def test_long_texts_are_tokenized_off_the_loop_to_the_same_answer(tiny_bundle: Bundle) -> None:
+    async with running(tiny_bundle) as rig:
+        short = answered((await rig.ask("good " * 100))[0])
+        long = answered((await rig.ask("good " * 10_000))[0])
+        np.testing.assert_allclose(short.left.logits, long.left.logits, atol=1e-6)
+
+
+async def test_hundreds_at_once_are_each_answered_as_if_alone(tiny_bundle: Bundle) -> None:
+    texts = some_texts(300, seed=11)
+    policies = [Policy("confidence", threshold) for threshold in (0.7, 0.9, 0.99)]
+    async with running(tiny_bundle, workers=3) as rig:
+        asked = [rig.ask(text, policy=policies[place % 3]) for place, text in enumerate(texts)]
+        answers = [answered(outcomes[0]) for outcomes in await asyncio.gather(*asked)]
+    assert len(rig.tally.answers) == 300
+    runner = Runner(tiny_bundle, precision="fp32", device="cpu", threads=1)
+    for text, answer in list(zip(texts, answers, strict=True))[::10]:
+        encoded = tiny_bundle.encoder.encode(text)
+
+        class One:
+            ids = np.asarray(encoded.ids, np.int64)
+            type_ids = np.asarray(encoded.type_ids, np.int64)
+            state: Any = ()
+
+        for reading in answer.readings:
+            output = runner.run(reading.exit, [One()])
+            One.state = output.states[0]
+            np.testing.assert_allclose(output.logits[0], reading.logits, atol=1e-4)
+
+
+async def test_closing_finishes_what_was_accepted_and_ends_the_workers(tiny_bundle: Bundle) -> None:
+    rig = Rig(tiny_bundle, workers=2)
+    await rig.engine.start()
+    before = threading.active_count()
+    gate = Gate(rig, segment=2)
+    asked = [asyncio.ensure_future(rig.ask(text)) for text in some_texts(50)]
+    await gate.entered()
+    closing = asyncio.ensure_future(rig.engine.close())
+    await asyncio.sleep(0)
+    with pytest.raises(NotRunning):
+        await rig.ask("too late")
+    assert not closing.done()
+    gate.open()
+    for outcomes in await asyncio.gather(*asked):
+        assert answered(outcomes[0]).left.exit == 4
+    await closing
+    assert not rig.engine.healthy
+    assert threading.active_count() <= before - 2 + 1  # asyncio's own thread for joining may have been started
+
+
+async def test_an_engine_that_never_started_refuses_and_closes(tiny_bundle: Bundle) -> None:
+    rig = Rig(tiny_bundle)
+    with pytest.raises(NotRunning):
+        await rig.ask("a good film")
+    await rig.engine.close()

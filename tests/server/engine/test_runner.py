@@ -1,0 +1,147 @@
+"""Sessions: their answers do not depend on company, and what does not fit stops the start."""
+
+import importlib
+import shutil
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+
+from models.bundle import Bundle
+from server.config import StartError
+from server.engine.request import State
+from server.engine.runner import Runner, load_onnxruntime
+from tests.server.conftest import some_texts
+from tests.tiny import VOCABULARY, write_tiny_bundle
+
+
+class Work:
+    def __init__(self, bundle: Bundle, text: str) -> None:
+        encoded = bundle.encoder.encode(text)
+        self.ids = np.asarray(encoded.ids, np.int64)
+        self.type_ids = np.asarray(encoded.type_ids, np.int64)
+        self.state: State = ()
+
+
+def open_runner(bundle: Bundle, device: str = "cpu") -> Runner:
+    return Runner(bundle, precision=bundle.manifest.default_precision, device=device, threads=1)
+
+
+def _logits(runner: Runner, bundle: Bundle, texts: list[str]) -> np.ndarray:
+    """Logits ``[E, N, K]`` of texts that run through all segments together."""
+    items = [Work(bundle, text) for text in texts]
+    found = []
+    for segment in range(1, len(bundle.manifest.architecture.exits) + 1):
+        output = runner.run(segment, items)
+        for item, state in zip(items, output.states, strict=True):
+            item.state = state
+        found.append(output.logits)
+    return np.stack(found)
+
+
+def test_logits_are_the_same_alone_and_padded_in_company(tiny_bundle: Bundle) -> None:
+    runner = open_runner(tiny_bundle)
+    texts = some_texts(12, seed=3)
+    together = _logits(runner, tiny_bundle, texts)
+    alone = np.concatenate([_logits(runner, tiny_bundle, [text]) for text in texts], axis=1)
+    np.testing.assert_allclose(together, alone, atol=1e-5)
+
+
+def test_survivors_of_different_batches_can_be_regrouped(tiny_bundle: Bundle) -> None:
+    runner = open_runner(tiny_bundle)
+    texts = some_texts(4, seed=4)
+    first, second = [Work(tiny_bundle, text) for text in texts[:2]], [Work(tiny_bundle, text) for text in texts[2:]]
+    for group in (first, second):
+        for item, state in zip(group, runner.run(1, group).states, strict=True):
+            item.state = state
+    mixed = runner.run(2, [second[1], first[0]])
+    expected = _logits(runner, tiny_bundle, texts)[1]
+    np.testing.assert_allclose(mixed.logits, expected[[3, 0]], atol=1e-5)
+
+
+def test_positions_start_where_the_backbone_says(tmp_path: Path) -> None:
+    bundle = write_tiny_bundle(tmp_path, position_offset=2, uses_token_type_ids=False)
+    runner = open_runner(bundle)
+    runner.warm_up(64)
+    texts = some_texts(3, seed=5)
+    together = _logits(runner, bundle, texts)
+    alone = np.concatenate([_logits(runner, bundle, [text]) for text in texts], axis=1)
+    np.testing.assert_allclose(together, alone, atol=1e-5)
+
+
+def _with(bundle: Bundle, tmp_path: Path, **manifest: Any) -> Bundle:
+    """``bundle`` with another manifest, as if it had been written so."""
+    changed = bundle.manifest.model_copy(update=manifest)
+    return Bundle(bundle.path, changed, bundle.calibration, bundle.encoder)
+
+
+def test_a_graph_with_other_inputs_than_the_manifest_means_is_refused(tiny_bundle: Bundle, tmp_path: Path) -> None:
+    architecture = tiny_bundle.manifest.architecture.model_copy(update={"uses_token_type_ids": False})
+    with pytest.raises(StartError, match=r"segment_1\.onnx: takes .*token_type_ids"):
+        open_runner(_with(tiny_bundle, tmp_path, architecture=architecture))
+
+
+def test_a_graph_with_another_state_than_the_manifest_means_is_refused(tiny_bundle: Bundle, tmp_path: Path) -> None:
+    exits = tuple(spec.model_copy(update={"head": "mean"}) for spec in tiny_bundle.manifest.architecture.exits)
+    architecture = tiny_bundle.manifest.architecture.model_copy(update={"exits": exits})
+    with pytest.raises(StartError, match=r"segment_1\.onnx: returns"):
+        open_runner(_with(tiny_bundle, tmp_path, architecture=architecture))
+
+
+def test_logits_that_are_not_as_wide_as_the_labels_are_refused(tiny_bundle: Bundle, tmp_path: Path) -> None:
+    runner_of_three = _with(tiny_bundle, tmp_path, labels=("a", "b", "c"))
+    with pytest.raises(StartError, match="labels"):
+        open_runner(runner_of_three).warm_up(64)
+
+
+def test_a_file_that_is_no_graph_is_refused_by_name(tiny_bundle: Bundle, tmp_path: Path) -> None:
+    copy = tmp_path / "copy"
+    shutil.copytree(tiny_bundle.path, copy)
+    (copy / "graphs" / "fp32" / "segment_2.onnx").write_bytes(b"not a graph")
+    broken = Bundle(copy, tiny_bundle.manifest, tiny_bundle.calibration, tiny_bundle.encoder)
+    with pytest.raises(StartError, match=r"segment_2\.onnx: not a graph"):
+        open_runner(broken)
+
+
+def test_a_model_that_gives_no_finite_answer_stops_the_start(tmp_path: Path) -> None:
+    with pytest.raises(StartError, match="not finite"):
+        open_runner(write_tiny_bundle(tmp_path, poison=VOCABULARY)).warm_up(64)
+
+
+def test_cuda_where_there_is_none_is_an_error_never_the_cpu(tiny_bundle: Bundle) -> None:
+    if "CUDAExecutionProvider" in load_onnxruntime().get_available_providers():
+        pytest.skip("this onnxruntime has CUDA")
+    with pytest.raises(StartError, match=r"device cuda was asked for, .*CUDAExecutionProvider"):
+        open_runner(tiny_bundle, "cuda")
+
+
+def test_a_session_that_falls_back_to_the_cpu_silently_is_an_error(
+    tiny_bundle: Bundle, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ort = load_onnxruntime()
+    monkeypatch.setattr(ort, "get_available_providers", lambda: ["CUDAExecutionProvider", "CPUExecutionProvider"])
+    # What onnxruntime does with a GPU build and no driver: the session opens, on the CPU.
+    open_session = ort.InferenceSession
+    monkeypatch.setattr(
+        ort, "InferenceSession", lambda path, options, providers: open_session(path, options, ["CPUExecutionProvider"])
+    )
+    with pytest.raises(StartError, match=r"device cuda:0 was asked for, .*fell back"):
+        open_runner(tiny_bundle, "cuda:0")
+    assert open_runner(tiny_bundle, "auto").device == "cpu"
+
+
+def test_a_missing_onnxruntime_is_one_clear_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    def missing(name: str) -> Any:
+        raise ModuleNotFoundError(f"No module named '{name}'")
+
+    monkeypatch.setattr(importlib, "import_module", missing)
+    with pytest.raises(StartError, match=r"offramp\[cpu\]"):
+        load_onnxruntime()
+
+
+def test_a_damaged_onnxruntime_is_one_clear_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(importlib, "import_module", lambda name: SimpleNamespace())
+    with pytest.raises(StartError, match="exactly one"):
+        load_onnxruntime()

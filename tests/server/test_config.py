@@ -1,0 +1,80 @@
+"""Settings: where they come from, and what stops the start."""
+
+from pathlib import Path
+
+import pytest
+
+from server.config import SHIPPED_BUNDLE, Settings, StartError, load_settings, unknown_variables
+
+
+def test_every_setting_says_what_it_means() -> None:
+    missing = [name for name, field in Settings.model_fields.items() if not field.description]
+    assert missing == []
+
+
+def test_defaults_serve_the_shipped_bundle_on_port_8000() -> None:
+    settings = load_settings()
+    assert settings.port == 8000
+    assert settings.bundle_paths == (SHIPPED_BUNDLE,)
+
+
+def test_the_environment_sets_and_a_flag_overrides(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("OFFRAMP_PORT", "9001")
+    monkeypatch.setenv("OFFRAMP_DEFAULT_QUALITY", "0.97")
+    settings = load_settings(port=9002, default_quality=None)
+    assert (settings.port, settings.default_quality) == (9002, 0.97)
+
+
+def test_bundles_in_the_environment_are_separated_like_a_path(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("OFFRAMP_BUNDLES", "/a:/b")
+    assert load_settings().bundle_paths == (Path("/a"), Path("/b"))
+
+
+def test_an_empty_variable_is_no_setting(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("OFFRAMP_WORKERS", "")
+    assert load_settings().workers is None
+
+
+@pytest.mark.parametrize(
+    ("variable", "value"),
+    [
+        ("PORT", "70000"),
+        ("PORT", "eighty"),
+        ("DEVICE", "gpu"),
+        ("PRECISION", "int4"),
+        ("DEFAULT_QUALITY", "1.5"),
+        ("DEFAULT_QUALITY", "nan"),
+        ("DEADLINE_MS", "0"),
+        ("MAX_QUEUE", "0"),
+        ("WORKERS", "-1"),
+        ("LOG_LEVEL", "loud"),
+        ("DRAIN_SECONDS", "inf"),
+    ],
+)
+def test_a_bad_variable_is_named_in_one_line(monkeypatch: pytest.MonkeyPatch, variable: str, value: str) -> None:
+    monkeypatch.setenv(f"OFFRAMP_{variable}", value)
+    with pytest.raises(StartError) as caught:
+        load_settings()
+    assert f"OFFRAMP_{variable}" in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+def test_a_bad_flag_is_named_as_a_flag() -> None:
+    with pytest.raises(StartError, match=r"--max-body-bytes: .*1024"):
+        load_settings(max_body_bytes=1)
+
+
+def test_a_request_that_could_never_fit_into_the_queue_is_refused_at_start() -> None:
+    with pytest.raises(StartError, match=r"max_inputs 128 exceeds max_queue 10"):
+        load_settings(max_queue=10)
+
+
+def test_a_port_injected_by_kubernetes_is_explained(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("OFFRAMP_PORT", "tcp://10.0.0.1:8000")
+    with pytest.raises(StartError, match="enableServiceLinks"):
+        load_settings()
+
+
+def test_mistyped_variables_are_found() -> None:
+    environment = {"OFFRAMP_PROT": "1", "OFFRAMP_PORT": "8000", "HOME": "/"}
+    assert unknown_variables(environment) == ["OFFRAMP_PROT"]
