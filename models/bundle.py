@@ -24,6 +24,8 @@ from models.exits import Criterion, Policy
 from models.tokenization import TextEncoder
 
 FORMAT_VERSION = 1
+NAME_PATTERN = r"^[A-Za-z0-9][A-Za-z0-9._-]{0,127}$"
+"""Names of models travel in URLs, metrics and file names."""
 _M = TypeVar("_M", bound=BaseModel)
 Precision = Literal["fp32", "fp16", "int8"]
 
@@ -94,7 +96,7 @@ class Scores(_Record):
 
 class Manifest(_Record):
     format_version: int
-    name: str = Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,127}$")
+    name: str = Field(pattern=NAME_PATTERN)
     version: str = Field(min_length=1)
     task: str
     labels: tuple[str, ...] = Field(min_length=2)

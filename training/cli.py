@@ -6,6 +6,7 @@ Only what option types need is imported up here: each command imports its side o
 
 import json
 import math
+import re
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -175,7 +176,7 @@ def calibrate(
         float, typer.Option(help="share that fits temperatures and picks the criterion; the rest certifies")
     ] = 0.25,
     output: Annotated[Path | None, typer.Option(help="write a new bundle there instead")] = None,
-    seed: Annotated[int, typer.Option(help="of the split")] = 0,
+    seed: Annotated[int, typer.Option(help="of the split", min=0)] = 0,
     as_json: Annotated[bool, typer.Option("--json", help="print a summary as JSON at the end")] = False,
 ) -> None:
     """Calibrate a bundle anew on your own traffic: temperatures, curves and the certified table."""
@@ -220,6 +221,11 @@ def sweep(
             tell=lambda text: typer.echo(text, err=True),
         )
     )
+
+
+def _name_of(folder: Path) -> str:
+    """A folder's name as that of a model: what names may not hold becomes a hyphen."""
+    return re.sub(r"[^A-Za-z0-9._-]+", "-", folder.resolve().name).strip("._-")[:128] or "model"
 
 
 def _numbers(option: str, text: str) -> list[int]:
@@ -279,7 +285,7 @@ def _settings(values: Mapping[str, Any], output: Path) -> "RunSettings":
             last_head=values["last_head"],
             max_length=values["max_length"],
             precisions=precisions,
-            name=values["name"] or output.resolve().name,
+            name=_name_of(output) if values["name"] is None else values["name"],
             version=values["version"],
             licence=values["licence"],
         )
@@ -296,8 +302,9 @@ def _labelled(file: Path, text: str, label: str, pair: str | None, label_map: st
     table = read_table(file, text, label, pair)
     if label_map is None:
         return table
-    names = dict(part.split("=", 1) for part in label_map.split(",") if "=" in part)
-    if not names:
+    parts = [part.partition("=") for part in label_map.split(",")]
+    names = {label: name for label, _, name in parts}
+    if len(names) < len(parts) or not all(equals for _, equals, _ in parts):
         raise UsageError(f"--label-map must look like 0=negative,1=positive, not {label_map!r}")
     check_labels(table.examples, tuple(names), str(file))
     return Table(table.source, tuple(replace(e, label=names[e.label]) for e in table.examples))

@@ -9,6 +9,7 @@ import hashlib
 import json
 import os
 import platform
+import re
 import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -22,7 +23,7 @@ import torch
 from tokenizers import Tokenizer
 
 from models.architecture import Architecture, ExitSpec, Head
-from models.bundle import Bundle, Calibration, Precision, Scores, write_bundle
+from models.bundle import NAME_PATTERN, Bundle, Calibration, Precision, Scores, write_bundle
 from models.costs import exit_costs
 from models.network import Backbone, MultiExitNetwork, build_network, load_backbone
 from models.tokenization import TextEncoder
@@ -129,6 +130,16 @@ class RunSettings:
     name: str = "model"
     version: str = "1"
     licence: str = "not stated"
+
+    def __post_init__(self) -> None:
+        # The manifest would refuse it too, but only after hours of training.
+        if not re.fullmatch(NAME_PATTERN, self.name):
+            raise ValueError(
+                f"name must be of letters, digits, '.', '_' and '-', begin with one of the first two and have at most "
+                f"128 characters, not {self.name!r}"
+            )
+        if not self.version:
+            raise ValueError("version must not be empty")
 
 
 @dataclass(frozen=True, slots=True)
@@ -252,7 +263,6 @@ def run(settings: RunSettings, folder: Path, *, resume: bool = False, observer: 
     Raises :class:`PipelineError` where ``folder`` holds another run, or one that ``resume`` was not given for.
     """
     prepared = prepare(settings.data, settings.training.seed)
-    _claim(folder, settings, resume=resume)
     network, tokenizer_json, seconds = fit(settings, prepared, folder, resume=resume, observer=observer)
     provenance = _provenance(settings, prepared, seconds)
     return make_bundle(
@@ -281,6 +291,8 @@ def fit(
         max_length=settings.max_length,
     )
     encoder = _encoder(backbone.tokenizer_json, network.architecture)
+    # Only now: settings that no network can be built from must not hold the folder against those that mend them.
+    _claim(folder, settings, resume=resume)
     observer.stage("tokenize", len(prepared.splits.train) + len(prepared.splits.validation))
     train_data, validation_data = (
         tokenize(part, prepared.splits.labels, encoder) for part in (prepared.splits.train, prepared.splits.validation)

@@ -74,6 +74,8 @@ class TrainingSettings:
         for name in ("weight_decay", "checkpoint_minutes"):
             if not 0 <= getattr(self, name) < math.inf:
                 raise ValueError(f"{name} must be a number of at least 0, not {getattr(self, name)}")
+        if not 0 <= self.seed < 2**32:
+            raise ValueError(f"seed must lie between 0 and {2**32 - 1}, not {self.seed}")
         if not 0 < self.learning_rate < 1:
             raise ValueError(f"learning_rate must lie between 0 and 1, not {self.learning_rate}")
         if not 0 <= self.warmup < 1:

@@ -9,6 +9,7 @@ from models.bundle import Bundle
 from offramp import run
 from tests.tiny_backbones import save_tiny, tiny_model
 from tests.training.test_pipeline import write_texts
+from training.cli import _name_of
 
 QUICK = ["--epochs", "1", "--batch-size", "16", "--learning-rate", "3e-3", "--precisions", "fp32", "--threads", "1"]
 
@@ -129,6 +130,9 @@ def test_a_bad_recipe_is_named(recipe: str, message: str, tmp_path: Path, capsys
         (["--calibration-size", "500"], "60 rows are too few"),
         (["--backbone", "/nowhere/at/all"], "backbone '/nowhere/at/all' could not be loaded"),
         (["--method", "magic"], "--method"),
+        (["--seed", "-1"], "seed must lie between 0"),
+        (["--name", "my model"], "name must be of letters"),
+        (["--version", ""], "version must not be empty"),
         (["--task", "sst2"], "either a task or a train_file"),
     ],
 )
@@ -142,4 +146,22 @@ def test_wrong_options_end_in_one_line_that_names_them(
     error = capsys.readouterr().err
     assert message in error
     assert error.strip().count("\n") == 0
-    assert not (output / "bundle").exists()
+    # Nothing is left that would stand in the way of the command without the mistake.
+    assert not (output / "run.json").exists()
+
+
+@pytest.mark.parametrize(
+    ("folder", "name"), [("my run", "my-run"), ("caf\u00e9 2", "caf-2"), ("...", "model"), ("a_b-1.0", "a_b-1.0")]
+)
+def test_a_bundle_is_named_after_its_folder_as_far_as_names_allow(folder: str, name: str, tmp_path: Path) -> None:
+    """The manifest refused such names, but only after the training."""
+    assert _name_of(tmp_path / folder) == name
+
+
+@pytest.mark.parametrize("label_map", ["zz", "0=negative,zz", "0=negative,0=positive"])
+def test_a_label_map_is_taken_whole_or_not_at_all(
+    trained: Path, label_map: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    data = write_texts(trained.parent / "numbered.csv", 20, seed=5, labels=(0, 1))
+    assert run(["evaluate", str(trained / "bundle"), "--file", str(data), "--label-map", label_map]) == 2
+    assert "--label-map must look like" in capsys.readouterr().err
