@@ -8,7 +8,7 @@ special tokens, the resulting encoding is cut, and the special tokens are added 
 from dataclasses import dataclass
 from pathlib import Path
 
-from tokenizers import Tokenizer
+from tokenizers import Encoding, Tokenizer
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,14 +52,27 @@ class TextEncoder:
         A pair that is too long loses tokens from its longer side first, as ``longest_first`` of ``tokenizers`` does.
         """
         first = self._tokenizer.encode(text, add_special_tokens=False)
-        if pair is None:
+        second = None if pair is None else self._tokenizer.encode(pair, add_special_tokens=False)
+        return self._cut(first, second)
+
+    def encode_long(self, text: str, pair: str | None = None) -> Encoded:
+        """The same as :meth:`encode`, but other threads run meanwhile.
+
+        ``Tokenizer.encode`` holds the GIL until it is done (111,000 characters: every thread stood still for 1 to 2 s);
+        ``encode_batch`` lets go of it, at the price of a hop to its own threads.
+        """
+        texts = [text] if pair is None else [text, pair]
+        first, *rest = self._tokenizer.encode_batch(texts, add_special_tokens=False)
+        return self._cut(first, rest[0] if rest else None)
+
+    def _cut(self, first: Encoding, second: Encoding | None) -> Encoded:
+        if second is None:
             room = self.max_length - self._special
             before = len(first) + self._special
             if len(first) > room:
                 first.truncate(room)
             full = self._tokenizer.post_process(first, None, True)
         else:
-            second = self._tokenizer.encode(pair, add_special_tokens=False)
             room = self.max_length - self._special_pair
             before = len(first) + len(second) + self._special_pair
             keep_first, keep_second = _longest_first(len(first), len(second), room)

@@ -12,12 +12,12 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Protocol
 
 import numpy as np
 
-from models.exits import Policy, agree, decide, judge
+from models.exits import Policy, Reason, agree, decide, judge
 from models.tokenization import Encoded, TextEncoder
 from server.engine.request import Answer, Batch, Failure, Item, Outcome, Reading, Submission, Text
 from server.engine.runner import SegmentRunner
@@ -208,9 +208,9 @@ class Engine:
     async def _encode(self, texts: Sequence[Text], truncate: bool) -> list[Encoded]:
         characters = sum(len(one.text) + len(one.pair or "") for one in texts)
         if characters <= INLINE_CHARACTERS:
-            encoded = self._encode_all(texts)
+            encoded = [self._encoder.encode(one.text, one.pair) for one in texts]
         else:
-            encoded = await self._loop.run_in_executor(self._tokenizer_pool, self._encode_all, texts)
+            encoded = await self._loop.run_in_executor(self._tokenizer_pool, self._encode_long, texts)
         for index, (one, text) in enumerate(zip(encoded, texts, strict=True)):
             if one.tokens_before <= self._blank_tokens[text.pair is not None]:
                 raise NoTokens(index)
@@ -218,8 +218,8 @@ class Engine:
                 raise TooLong(index, one.tokens_before, self._encoder.max_length)
         return encoded
 
-    def _encode_all(self, texts: Sequence[Text]) -> list[Encoded]:
-        return [self._encoder.encode(one.text, one.pair) for one in texts]
+    def _encode_long(self, texts: Sequence[Text]) -> list[Encoded]:
+        return [self._encoder.encode_long(one.text, one.pair) for one in texts]
 
     # On the event loop's thread: admission and outcomes. Each item is settled or abandoned exactly once.
 
@@ -248,7 +248,16 @@ class Engine:
         """The deadline of ``items`` is here: whoever has passed an exit is answered from the latest one."""
         late = [item for item in items if not item.done]
         self._forget(late)
-        self._settle([(item, item.answer("deadline") if item.readings else Failure("deadline")) for item in late])
+        self._settle([(item, self._at_deadline(item)) for item in late])
+
+    def _at_deadline(self, item: Item) -> Outcome:
+        # Once: a worker that runs a segment of it may add a reading meanwhile.
+        readings = tuple(item.readings)
+        if not readings:
+            return Failure("deadline")
+        # The last exit's answer, already on its way here, was not cut short.
+        reason: Reason = "final" if readings[-1].exit == self._last_exit else "deadline"
+        return replace(item.answer(reason), readings=readings)
 
     def _abandon(self, items: Sequence[Item]) -> None:
         """Nobody waits for ``items`` any more (none of them where all were settled)."""
