@@ -6,6 +6,7 @@ from typing import Annotated, Any, Literal, Self
 from pydantic import BaseModel, ConfigDict, Discriminator, Field, Tag, model_validator
 
 from models.exits import Criterion, Reason
+from server.config import MOST_INPUTS
 
 
 class _Strict(BaseModel):
@@ -40,7 +41,7 @@ _Element = Annotated[
 _Inputs = Annotated[
     Annotated[str, Tag("=text")]
     | Annotated[TextPair, Tag("=pair")]
-    | Annotated[list[_Element], Field(min_length=1), Tag("=list")],
+    | Annotated[list[_Element], Field(min_length=1, max_length=MOST_INPUTS, fail_fast=True), Tag("=list")],
     Discriminator(
         _kind_of_inputs,
         custom_error_type="input_type",
