@@ -242,6 +242,13 @@ class Bundle:
             encoder = TextEncoder.from_file(root / "tokenizer.json", manifest.architecture.max_length)
         except Exception as error:  # tokenizers raises plain Exception
             raise BundleError(f"{root / 'tokenizer.json'}: not a tokenizer ({error})") from error
+        rows = manifest.architecture.vocab_size
+        if encoder.largest_id >= rows:
+            # At the first such token the whole micro-batch would fail, other requests' texts included.
+            raise BundleError(
+                f"{root / 'tokenizer.json'}: has token id {encoder.largest_id}, but the model's vocabulary ends at "
+                f"{rows - 1}"
+            )
         return cls(root, manifest, calibration, encoder)
 
     def graph(self, segment: int, precision: Precision | None = None) -> Path:

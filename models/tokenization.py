@@ -41,6 +41,7 @@ class TextEncoder:
         self.max_length = max_length
         self._special = tokenizer.num_special_tokens_to_add(False)
         self._special_pair = tokenizer.num_special_tokens_to_add(True)
+        self.largest_id = max(tokenizer.get_vocab(with_added_tokens=True).values(), default=-1)
 
     @classmethod
     def from_file(cls, path: Path, max_length: int) -> "TextEncoder":

@@ -266,6 +266,12 @@ def test_a_tokenizer_that_is_not_one_is_refused(path: Path) -> None:
     refused(path, str(path / "tokenizer.json"), "not a tokenizer")
 
 
+def test_a_tokenizer_of_more_tokens_than_the_model_knows_is_refused(path: Path) -> None:
+    larger = Tokenizer(WordLevel({"[UNK]": 0, "good": 8}, unk_token="[UNK]"))
+    rewrite(path, "tokenizer.json", larger.to_str())
+    refused(path, str(path / "tokenizer.json"), "has token id 8, but the model's vocabulary ends at 7")
+
+
 def test_a_calibration_for_other_exits_or_precisions_is_refused(path: Path) -> None:
     rewrite(path, "calibration.json", calibration(temperatures=(1.0, 1.0)).model_dump_json())
     refused(path, str(path / "calibration.json"), "2 temperatures for 3 exits (fp32)")
