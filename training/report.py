@@ -349,10 +349,11 @@ def _certified(precision: Precision, calibration: Calibration, scores: Sequence[
     parts = [f"## Certified quality, {precision}"]
     if calibrated.certified:
         parts.append(
-            "`quality: q` promises that the answer is the last exit's with probability ≥ q. All rows hold at once with "
-            f"probability ≥ {1 - calibration.delta:g} over the draw of the {calibration.n_risk:,} texts of the risk "
-            "split, which neither training nor the choice of the grid saw (exact binomial test, fixed sequence from "
-            "the safest threshold, Bonferroni over all of them). `disagree` is what that split showed."
+            "`quality: q` promises that the answer is the last exit's with probability ≥ q. All rows of all precisions "
+            f"hold at once with probability ≥ {1 - calibration.delta:g} over the draw of the {calibration.n_risk:,} "
+            "texts of the risk split, which neither training nor the choice of the grid saw (exact binomial test, "
+            "fixed sequence from the safest threshold, Bonferroni over all of them). `disagree` is what that split "
+            "showed."
         )
         table = [["quality", "leaves by", "disagree", "p-value", "cost", "speed-up"]]
         for tier in calibrated.certified:
