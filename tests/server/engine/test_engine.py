@@ -262,6 +262,19 @@ async def test_a_text_that_passed_no_exit_by_its_deadline_fails(tiny_bundle: Bun
         assert rig.tally.failures == [Failure("deadline")]
 
 
+async def test_an_outcome_that_comes_too_late_counts_for_nothing(tiny_bundle: Bundle) -> None:
+    async with running(tiny_bundle, max_queue=1) as rig:
+        gate = Gate(rig, segment=1)
+        assert await rig.ask("a good film", policy=FIRST, deadline_seconds=0.05) == [Failure("deadline")]
+        gate.open()
+        assert answered((await rig.ask("a dull film", policy=FIRST))[0]).left.exit == 1
+        assert len(rig.tally.answers) == 1
+        assert rig.tally.failures == [Failure("deadline")]
+        # The late one did not give its place back a second time.
+        with pytest.raises(Overloaded):
+            await rig.ask("a", "b")
+
+
 async def test_a_deadline_that_is_not_reached_changes_nothing(tiny_bundle: Bundle) -> None:
     async with running(tiny_bundle) as rig:
         assert answered((await rig.ask("a good film", deadline_seconds=60))[0]).reason == "final"
