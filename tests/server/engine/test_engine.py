@@ -173,6 +173,19 @@ async def test_newcomers_are_served_while_a_worker_is_busy(tiny_bundle: Bundle) 
         assert answered((await older)[0]).left.exit == 4
 
 
+async def test_work_for_two_wakes_two_workers(tiny_bundle: Bundle) -> None:
+    async with running(tiny_bundle, workers=2) as rig:
+        meeting = threading.Barrier(2, timeout=5)
+
+        def meet(segment: int) -> None:
+            meeting.wait()
+
+        rig.spy.before = meet
+        # Lengths that never share a batch: each worker takes one, and neither gets on without the other.
+        outcomes = await rig.ask("good", "good " * 40, policy=FIRST)
+        assert [answered(outcome).left.exit for outcome in outcomes] == [1, 1]
+
+
 @pytest.mark.parametrize("policy", [LAST, Policy("confidence", 0.9), Policy("entropy", 0.3), Policy("patience", 1)])
 async def test_company_changes_nothing(tiny_bundle: Bundle, policy: Policy) -> None:
     texts = some_texts(40, seed=7)
