@@ -197,7 +197,8 @@ def classify(
 ) -> None:
     """Classify texts without a server.
 
-    The answers are those that a server would give, from the same engine. For a model that classifies pairs, a tab separates the two texts. OFFRAMP_ variables count as they do for a server.
+    The answers are those that a server would give, from the same engine; OFFRAMP_ variables count as they do
+    for a server. For a model that classifies pairs, a tab separates the two texts.
     """
     require_one_runtime(installed_runtimes())
     from server.config import StartError, load_settings
