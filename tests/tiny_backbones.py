@@ -6,6 +6,7 @@ usual 0.02 a wrong layer would hide behind the residual.
 
 import json
 from collections.abc import Sequence
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,7 @@ from tokenizers.models import WordLevel
 from torch import nn
 
 from models.architecture import ExitSpec, Head
-from models.network import MultiExitNetwork, build_network, load_backbone
+from models.network import Backbone, MultiExitNetwork, build_network, load_backbone
 
 VOCABULARY = 100
 HIDDEN, LAYERS, HEADS, INTERMEDIATE, POSITIONS = 32, 3, 4, 48, 24
@@ -93,11 +94,16 @@ def exits(*where: tuple[int, Head]) -> list[ExitSpec]:
     return [ExitSpec(number=i, after_layer=depth, head=head) for i, (depth, head) in enumerate(where, start=1)]
 
 
+@cache
+def _backbone(folder: Path) -> Backbone:
+    return load_backbone(str(folder))
+
+
 def tiny_network(
     folder: Path, where: Sequence[tuple[int, Head]], *, num_labels: int = 3, seed: int | None = 2
 ) -> MultiExitNetwork:
     """The backbone in ``folder`` with exits, in eval mode; ``seed`` draws the heads anew, zero queries included."""
-    network = build_network(load_backbone(str(folder)), num_labels=num_labels, exits=exits(*where), max_length=64)
+    network = build_network(_backbone(folder), num_labels=num_labels, exits=exits(*where), max_length=64)
     if seed is not None:
         randomise(network.exits, seed)
     return network.eval()

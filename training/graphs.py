@@ -48,11 +48,9 @@ WEIGHT_LEVELS = 63
 TABLE_LEVELS = 127
 # Row maxima are divided by, so they are kept above zero: a row of zeros stays zeros.
 TINY = 1e-30
-# GELU never goes below -0.16997 (at x = -0.7518), so its negative side needs few of the 256 levels: with the zero point
-# at 32 the positive side has 223 levels, where a symmetric range has 127, and the row maximum needs no absolute values.
-GELU_FLOOR = 0.17
-GELU_ZERO_POINT = 32
-CENTRE = 128
+# Activations are u8 around this zero point: signed ones ran four times slower.
+ZERO_POINT = 128
+ACTIVATION_LEVELS = 127
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,7 +99,7 @@ def check_weights(architecture: Architecture, weights: Weights) -> None:
 
     Tables may have more rows than the architecture uses. Weights that no exit needs are not looked at.
     """
-    for name, shape in _shapes(architecture).items():
+    for name, shape in weight_shapes(architecture).items():
         if name not in weights:
             raise ValueError(f"weight {name} is missing")
         array = weights[name]
@@ -115,7 +113,7 @@ def check_weights(architecture: Architecture, weights: Weights) -> None:
             raise ValueError(f"weight {name} holds values that are not finite")
 
 
-def _shapes(architecture: Architecture) -> dict[str, tuple[int, ...]]:
+def weight_shapes(architecture: Architecture) -> dict[str, tuple[int, ...]]:
     """Canonical name and shape of every weight that some exit needs."""
     hidden, inner, embedding = architecture.hidden_size, architecture.intermediate_size, architecture.embedding_size
     linear = {}
@@ -149,12 +147,10 @@ def _shapes(architecture: Architecture) -> dict[str, tuple[int, ...]]:
 
 @dataclass(frozen=True, slots=True)
 class _Activation:
-    """What linear layers multiply: ``tensor [N, C]``, in int8 with ``scale [N, 1]`` that their results are multiplied
-    by and the ``zero_point`` constant of its integers."""
+    """What linear layers multiply: ``tensor [N, C]``, in int8 with the ``scale [N, 1]`` of its rows."""
 
     tensor: str
     scale: str = ""
-    zero_point: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -182,7 +178,7 @@ class _Segment:
     number: int
     nodes: list[onnx.NodeProto] = field(default_factory=list)
     initializers: dict[str, NDArray[Any]] = field(default_factory=dict)
-    zero_points: dict[tuple[Rows, int], str] = field(default_factory=dict)
+    zero_points: dict[Rows, str] = field(default_factory=dict)
 
     # --- from end to end ---
 
@@ -350,7 +346,7 @@ class _Segment:
             inner = self._node("BiasGelu", inner, bias, domain=FUSED)
         else:
             inner = self._node("Relu", self._node("Add", inner, bias))
-        outer = self._biased_linear(f"{name}.output", self._activation_of_inner(inner, rows))
+        outer = self._biased_linear(f"{name}.output", self._activation(inner, rows))
         return self._residual_norm(f"{name}.output_norm", outer, hidden)
 
     def _residual_norm(self, name: str, tensor: str, residual: str) -> str:
@@ -395,34 +391,23 @@ class _Segment:
     # --- products and look-ups, in either precision ---
 
     def _activation(self, tensor: str, rows: Rows) -> _Activation:
-        """``tensor [N, C]`` made ready for linear layers: each row scaled to ±127 around 128."""
+        """``tensor [N, C]`` made ready for linear layers; in int8 each row is scaled by its own maximum to ±127.
+
+        ``QuantizeLinear`` along rows is one pass over the tensor; Div, Round, Add and Cast are four, and took twice the
+        time or more. It wants as many zero points as scales, so they are laid out once per segment.
+        """
         if self.precision == "fp32":
             return _Activation(tensor)
         largest = self._node("ReduceMax", self._node("Abs", tensor), self._ints(1), keepdims=0)
         largest = self._node("Max", largest, self._float("tiny", TINY))
-        return self._quantised(tensor, self._node("Mul", largest, self._float("step", 1 / 127)), CENTRE, rows)
+        scale = self._node("Mul", largest, self._float("step", 1 / ACTIVATION_LEVELS))
+        if rows not in self.zero_points:
+            self.zero_points[rows] = self._node("Expand", self._zero_point(), self._node("Shape", scale))
+        values = self._node("QuantizeLinear", tensor, scale, self.zero_points[rows], axis=0)
+        return _Activation(values, self._node("Unsqueeze", scale, self._ints(1)))
 
-    def _activation_of_inner(self, tensor: str, rows: Rows) -> _Activation:
-        """As :meth:`_activation`, for the output of GELU or ReLU, which is (nearly) never negative."""
-        if self.precision == "fp32":
-            return _Activation(tensor)
-        gelu = self.architecture.activation == "gelu"
-        zero_point = GELU_ZERO_POINT if gelu else 0
-        largest = self._node("ReduceMax", tensor, self._ints(1), keepdims=0)
-        scale = self._node("Mul", largest, self._float("inner_step", 1 / (255 - zero_point)))
-        least = GELU_FLOOR / GELU_ZERO_POINT if gelu else TINY
-        return self._quantised(tensor, self._node("Max", scale, self._float("inner_least", least)), zero_point, rows)
-
-    def _quantised(self, tensor: str, scale: str, zero_point: int, rows: Rows) -> _Activation:
-        """``QuantizeLinear`` along rows is one pass over the tensor; Div, Round and Cast take twice the time or more.
-
-        It wants its zero points as many times as there are scales, so they are laid out once per segment.
-        """
-        point = self._constant(f"constant.zero_point_{zero_point}", np.array(zero_point, np.uint8))
-        if (rows, zero_point) not in self.zero_points:
-            self.zero_points[rows, zero_point] = self._node("Expand", point, self._node("Shape", scale))
-        values = self._node("QuantizeLinear", tensor, scale, self.zero_points[rows, zero_point], axis=0)
-        return _Activation(values, self._node("Unsqueeze", scale, self._ints(1)), point)
+    def _zero_point(self) -> str:
+        return self._constant("constant.zero_point", np.array(ZERO_POINT, np.uint8))
 
     def _linear(self, name: str, activation: _Activation) -> str:
         """``activation @ weight.T`` ``[N, out]``, without the bias: whatever comes next adds it."""
@@ -435,7 +420,7 @@ class _Segment:
             self._constant(f"{name}.weight.T.int8", np.ascontiguousarray(quantised.values.T)),
             self._float("one", 1.0),
             self._constant(f"{name}.weight.T.scale", quantised.scale),
-            activation.zero_point,
+            self._zero_point(),
             domain=FUSED,
         )
         return self._node("Mul", product, activation.scale)

@@ -28,7 +28,6 @@ from models.network import Backbone, MultiExitNetwork, build_network, load_backb
 from models.tokenization import TextEncoder
 from training.calibrate import Split, SplitLogits, calibrate
 from training.data import (
-    DataError,
     Example,
     Grouping,
     Splits,
@@ -590,6 +589,3 @@ def _provenance(settings: RunSettings, prepared: Prepared, seconds: float | None
             **{p: metadata.version(p) for p in ("torch", "transformers", "onnx", "tokenizers", "numpy")},
         },
     }
-
-
-__all__ = ["TASKS", "DataError", "DataSettings", "Observer", "PipelineError", "RunSettings", "run"]

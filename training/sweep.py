@@ -6,6 +6,7 @@ mean ± std per exit.
 
 import csv
 import json
+import math
 import os
 import time
 from collections import defaultdict
@@ -25,7 +26,7 @@ from models.tokenization import TextEncoder
 from training.data import Example, Tokenized, subset, tokenize
 from training.methods import METHODS, MethodName
 from training.pipeline import DataSettings, exit_specs, prepare
-from training.trainer import EpochReport, StepReport, TrainingSettings, exit_metrics, train
+from training.trainer import EpochReport, StepReport, TrainingError, TrainingSettings, exit_metrics, train
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,10 +56,19 @@ def run_cell(
     on_step: Callable[[StepReport], None] = lambda report: None,
     on_epoch: Callable[[EpochReport], None] = lambda report: None,
 ) -> dict[str, Any]:
-    """Trains one cell (or reads its result, where it is done) and scores every exit on ``evaluation``."""
+    """Trains one cell (or reads its result, where it is done) and scores every exit on ``evaluation``.
+
+    Raises :class:`TrainingError` where the result that is there comes from other settings or sizes of data.
+    """
     target = folder / cell.name / "result.json"
+    chosen = replace(settings, method=cell.method, seed=cell.seed)
+    sizes = {"examples": len(train_examples), "evaluated_on": len(evaluation)}
     if target.exists():
         done: dict[str, Any] = json.loads(target.read_text(encoding="utf-8"))
+        theirs, ours = {**done, **done["settings"]}, {**asdict(chosen), **sizes}
+        differing = [name for name in ours if name != "checkpoint_minutes" and theirs.get(name) != ours[name]]
+        if differing:
+            raise TrainingError(f"{target}: was made with other {', '.join(differing)}; use another folder")
         return done
     torch.manual_seed(cell.seed)
     network = build_network(
@@ -66,7 +76,6 @@ def run_cell(
     )
     encoder = TextEncoder(Tokenizer.from_str(backbone.tokenizer_json), network.architecture.max_length)
     data: list[Tokenized] = [tokenize(part, labels, encoder) for part in (train_examples, validation, evaluation)]
-    chosen = replace(settings, method=cell.method, seed=cell.seed)
     start = time.monotonic()
     network = train(
         network, data[0], data[1], chosen, folder / cell.name, resume=True, on_step=on_step, on_epoch=on_epoch
@@ -79,22 +88,26 @@ def run_cell(
         epochs = list(csv.DictReader(stream))
     result = {
         **asdict(cell),
-        "examples": len(train_examples),
+        **sizes,
         "settings": asdict(chosen),
-        "evaluated_on": len(evaluation),
         "metric": settings.metric,
         "exits": [
             {"number": e.number, "after_layer": e.after_layer, "cost": round(float(c), 4), "score": scores[e.number]}
             for e, c in zip(network.architecture.exits, costs, strict=True)
         ],
-        "angle_by_epoch": [float(e["mean_angle"]) for e in epochs],
-        "conflicts_by_epoch": [float(e["share_of_conflicts"]) for e in epochs],
+        "angle_by_epoch": [_number(e["mean_angle"]) for e in epochs],
+        "conflicts_by_epoch": [_number(e["share_of_conflicts"]) for e in epochs],
         "seconds": round(seconds, 1),
     }
     partial = target.with_suffix(".partial")
     partial.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
     os.replace(partial, target)
     return result
+
+
+def _number(cell: str) -> float | None:
+    """A log's number; None (JSON has no NaN) where the method has none."""
+    return None if math.isnan(float(cell)) else float(cell)
 
 
 def run_grid(
@@ -163,8 +176,9 @@ def summary(results: Iterable[dict[str, Any]]) -> str:
         scores = 100 * np.array([[e["score"] for e in r["exits"]] for r in runs])
         spread = scores.std(axis=0, ddof=1) if len(runs) > 1 else np.full(len(exits), np.nan)
         average = scores.mean(axis=1)
-        angle = np.mean([r["angle_by_epoch"][-1] for r in runs])
-        conflicts = 100 * np.mean([r["conflicts_by_epoch"][-1] for r in runs])
+        # None becomes NaN.
+        angle = np.array([r["angle_by_epoch"][-1] for r in runs], dtype=float).mean()
+        conflicts = 100 * np.array([r["conflicts_by_epoch"][-1] for r in runs], dtype=float).mean()
         lines.append(
             f"\n{method}, {head}, {len(runs)} seeds, {runs[0]['examples']} examples, n = {runs[0]['evaluated_on']}\n"
         )

@@ -12,13 +12,14 @@ from typing import Any
 
 import numpy as np
 import onnxruntime
-import torch
 from numpy.typing import NDArray
+from scipy.special import erf
 
 from models.architecture import Architecture, ExitSpec, Head
 from models.bundle import segment_io, state_names
 
 Weights = dict[str, NDArray[np.float32]]
+Floats = NDArray[np.float64]
 
 
 def small_architecture(exits: Sequence[tuple[int, Head]], **changes: Any) -> Architecture:
@@ -78,27 +79,31 @@ def random_weights(architecture: Architecture, seed: int = 0) -> Weights:
     return weights
 
 
+def softmax(scores: Floats) -> Floats:
+    powers = np.exp(scores - scores.max(axis=-1, keepdims=True))
+    return np.asarray(powers / powers.sum(axis=-1, keepdims=True))
+
+
 class LiteralNetwork:
     """One text at a time through the network, in float64."""
 
     def __init__(self, architecture: Architecture, weights: Mapping[str, NDArray[Any]]) -> None:
         self.architecture = architecture
-        self.weights = {name: torch.tensor(array, dtype=torch.float64) for name, array in weights.items()}
+        self.weights = {name: np.asarray(array, dtype=np.float64) for name, array in weights.items()}
 
-    def logits(self, ids: Sequence[int], types: Sequence[int]) -> list[NDArray[np.float64]]:
+    def logits(self, ids: Sequence[int], types: Sequence[int]) -> list[Floats]:
         """Logits ``[K]`` at every exit."""
         hidden = self.embeddings(ids, types)
-        exits = {spec.after_layer: spec for spec in self.architecture.exits}
-        found = []
-        for layer in range(self.architecture.num_layers + 1):
-            if layer in exits:
-                found.append(self.head(exits[layer], hidden).numpy())
-            if layer < self.architecture.num_layers:
+        found, depth = [], 0
+        for spec in self.architecture.exits:
+            for layer in range(depth, spec.after_layer):
                 hidden = self.rows_through(layer, hidden, hidden)
+            depth = spec.after_layer
+            found.append(self.head(spec, hidden))
         return found
 
-    def embeddings(self, ids: Sequence[int], types: Sequence[int]) -> torch.Tensor:
-        positions = self.architecture.position_offset + torch.arange(len(ids))
+    def embeddings(self, ids: Sequence[int], types: Sequence[int]) -> Floats:
+        positions = self.architecture.position_offset + np.arange(len(ids))
         total = self.weights["embeddings.word"][list(ids)] + self.weights["embeddings.position"][positions]
         if self.architecture.uses_token_type_ids:
             total = total + self.weights["embeddings.token_type"][list(types)]
@@ -107,7 +112,7 @@ class LiteralNetwork:
             hidden = self.linear("embeddings.projection", hidden)
         return hidden
 
-    def rows_through(self, layer: int, rows: torch.Tensor, hidden: torch.Tensor) -> torch.Tensor:
+    def rows_through(self, layer: int, rows: Floats, hidden: Floats) -> Floats:
         """``rows [N, H]`` through layer ``layer`` as queries against the keys and values of ``hidden [S, H]``."""
         name = f"layers.{layer}"
         query, key, value = (
@@ -118,39 +123,39 @@ class LiteralNetwork:
         for head in range(self.architecture.num_heads):
             columns = slice(head * self.architecture.head_size, (head + 1) * self.architecture.head_size)
             scores = query[:, columns] @ key[:, columns].T / math.sqrt(self.architecture.head_size)
-            heads.append(torch.softmax(scores, dim=1) @ value[:, columns])
-        attended = self.linear(f"{name}.attention_output", torch.cat(heads, dim=1))
+            heads.append(softmax(scores) @ value[:, columns])
+        attended = self.linear(f"{name}.attention_output", np.concatenate(heads, axis=1))
         between = self.norm(f"{name}.attention_norm", attended + rows)
         inner = self.linear(f"{name}.intermediate", between)
         if self.architecture.activation == "gelu":
-            inner = inner * 0.5 * (1 + torch.erf(inner / math.sqrt(2)))
+            inner = inner * 0.5 * (1 + erf(inner / math.sqrt(2)))
         else:
-            inner = torch.clamp(inner, min=0)
+            inner = np.maximum(inner, 0)
         return self.norm(f"{name}.output_norm", self.linear(f"{name}.output", inner) + between)
 
-    def head(self, spec: ExitSpec, hidden: torch.Tensor) -> torch.Tensor:
+    def head(self, spec: ExitSpec, hidden: Floats) -> Floats:
         if spec.head == "cls":
             pooled = hidden[0]
         elif spec.head == "mean":
-            pooled = hidden.mean(dim=0)
+            pooled = hidden.mean(axis=0)
         elif spec.head == "attention":
             parts = []
             for head, query in enumerate(self.weights[f"exits.{spec.number}.pool_query"]):
                 own = hidden[:, head * self.architecture.head_size : (head + 1) * self.architecture.head_size]
-                parts.append(torch.softmax(own @ query / math.sqrt(self.architecture.head_size), dim=0) @ own)
-            pooled = torch.cat(parts)
+                parts.append(softmax(own @ query / math.sqrt(self.architecture.head_size)) @ own)
+            pooled = np.concatenate(parts)
         else:
-            pooled = self.rows_through(spec.after_layer, hidden.mean(dim=0, keepdim=True), hidden)[0]
+            pooled = self.rows_through(spec.after_layer, hidden.mean(axis=0, keepdims=True), hidden)[0]
         name = f"exits.{spec.number}"
-        return self.linear(f"{name}.classifier", torch.tanh(self.linear(f"{name}.dense", pooled)))
+        return self.linear(f"{name}.classifier", np.tanh(self.linear(f"{name}.dense", pooled)))
 
-    def linear(self, name: str, tensor: torch.Tensor) -> torch.Tensor:
+    def linear(self, name: str, tensor: Floats) -> Floats:
         return tensor @ self.weights[f"{name}.weight"].T + self.weights[f"{name}.bias"]
 
-    def norm(self, name: str, tensor: torch.Tensor) -> torch.Tensor:
-        mean = tensor.mean(dim=-1, keepdim=True)
-        variance = ((tensor - mean) ** 2).mean(dim=-1, keepdim=True)
-        scaled = (tensor - mean) / torch.sqrt(variance + self.architecture.layer_norm_eps)
+    def norm(self, name: str, tensor: Floats) -> Floats:
+        mean = tensor.mean(axis=-1, keepdims=True)
+        variance = ((tensor - mean) ** 2).mean(axis=-1, keepdims=True)
+        scaled = (tensor - mean) / np.sqrt(variance + self.architecture.layer_norm_eps)
         return scaled * self.weights[f"{name}.weight"] + self.weights[f"{name}.bias"]
 
 

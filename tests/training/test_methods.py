@@ -179,10 +179,10 @@ def test_acl_cl_guides_every_exit_by_the_last_which_has_acl_embed() -> None:
         sum(float(functional.cross_entropy(o.logits, LABELS)) for o in outputs.values()), rel=1e-6
     )
     teacher = outputs[3].features
-    expected = float(acl_embed(teacher, LABELS, network.label_embeddings(3), 0.4))
+    expected = float(acl_embed(teacher, LABELS, network.label_embeddings(3), 0.4).detach())
     for m in (1, 2):
         rows, guide = network.label_embeddings(m), network.label_embeddings(3)
-        expected += float(acl_cl(outputs[m].features, LABELS, rows, teacher, guide, 0.4))
+        expected += float(acl_cl(outputs[m].features, LABELS, rows, teacher, guide, 0.4).detach())
     assert goal.contrastive is not None
     assert float(goal.contrastive.detach()) == pytest.approx(expected, rel=1e-6)
 

@@ -8,7 +8,6 @@ from models.network import Backbone, MultiExitNetwork
 from models.tokenization import TextEncoder
 from tests.tiny_backbones import exits, tiny_tokenizer
 from training.data import Example, Tokenized, tokenize
-from training.sweep import exits_for
 
 LABELS = ("0", "1", "2")
 
@@ -41,7 +40,7 @@ def tiny_architecture(head: Head = "mean", layers: int = 2) -> Architecture:
         max_length=16,
         layer_norm_eps=1e-12,
         num_labels=3,
-        exits=exits_for(head, layers),
+        exits=tuple(exits(*((depth if head != "peek" else depth - 1, head) for depth in range(1, layers + 1)))),
     )
 
 
