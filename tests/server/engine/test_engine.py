@@ -175,7 +175,7 @@ async def test_newcomers_are_served_while_a_worker_is_busy(tiny_bundle: Bundle) 
 
 async def test_work_for_two_wakes_two_workers(tiny_bundle: Bundle) -> None:
     async with running(tiny_bundle, workers=2) as rig:
-        meeting = threading.Barrier(2, timeout=5)
+        meeting = threading.Barrier(2, timeout=60)
 
         def meet(segment: int) -> None:
             meeting.wait()
