@@ -1,6 +1,8 @@
 """Ids are those of transformers' fast tokenizers, alone or in company."""
 
 import random
+import sys
+import threading
 from concurrent.futures import ThreadPoolExecutor
 from functools import cache
 from pathlib import Path
@@ -110,6 +112,28 @@ def test_threads_that_share_an_encoder_each_get_their_own_text() -> None:
         together = list(pool.map(encoder.encode, texts))
     assert together == alone
     assert {encoded.truncated for encoded in alone} == {True, False}
+
+
+def test_a_long_text_leaves_python_to_other_threads() -> None:
+    """`Tokenizer.encode` does not: one text of 100,000 characters held up every request of a server for seconds."""
+    encoder, go, ran = TextEncoder(wordpiece(), 8), threading.Event(), []
+    other = threading.Thread(target=lambda: (go.wait(), ran.append(True)))
+    other.start()
+    interval = sys.getswitchinterval()
+    # From here on a thread only gets a turn where another gives it up.
+    sys.setswitchinterval(60)
+    try:
+        go.set()
+        encoder.encode("good film " * 10_000)
+        assert ran
+    finally:
+        sys.setswitchinterval(interval)
+        other.join()
+
+
+def test_a_long_text_is_encoded_as_a_short_one_is() -> None:
+    tokenizer, text = wordpiece(), "good film, b\u00e4d " * 200
+    assert TextEncoder(tokenizer, 10_000).encode(text).ids == tokenizer.encode(text).ids
 
 
 def test_it_says_how_long_the_text_was_before_it_was_cut() -> None:
