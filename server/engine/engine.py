@@ -12,12 +12,12 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Protocol
 
 import numpy as np
 
-from models.exits import Policy, agree, decide, judge
+from models.exits import Policy, Reason, agree, decide, judge
 from models.tokenization import Encoded, TextEncoder
 from server.engine.request import Answer, Batch, Failure, Item, Outcome, Reading, Submission, Text
 from server.engine.runner import SegmentRunner
@@ -248,7 +248,16 @@ class Engine:
         """The deadline of ``items`` is here: whoever has passed an exit is answered from the latest one."""
         late = [item for item in items if not item.done]
         self._forget(late)
-        self._settle([(item, item.answer("deadline") if item.readings else Failure("deadline")) for item in late])
+        self._settle([(item, self._at_deadline(item)) for item in late])
+
+    def _at_deadline(self, item: Item) -> Outcome:
+        # Once: a worker that runs a segment of it may add a reading meanwhile.
+        readings = tuple(item.readings)
+        if not readings:
+            return Failure("deadline")
+        # The last exit's answer, already on its way here, was not cut short.
+        reason: Reason = "final" if readings[-1].exit == self._last_exit else "deadline"
+        return replace(item.answer(reason), readings=readings)
 
     def _abandon(self, items: Sequence[Item]) -> None:
         """Nobody waits for ``items`` any more (none of them where all were settled)."""

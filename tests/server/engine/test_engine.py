@@ -288,6 +288,20 @@ async def test_an_outcome_that_comes_too_late_counts_for_nothing(tiny_bundle: Bu
             await rig.ask("a", "b")
 
 
+async def test_an_answer_of_the_last_exit_is_final_even_if_the_deadline_overtakes_its_delivery(
+    tiny_bundle: Bundle,
+) -> None:
+    # Between reading the last exit and handing the answer over, the worker waits here until the deadline has passed.
+    delivered = threading.Event()
+
+    async with running(tiny_bundle) as rig:
+        rig.tally.segment_ran = lambda segment, texts, seconds: delivered.wait(30) if segment == 4 else None
+        outcome = (await rig.ask("a good film", deadline_seconds=0.3))[0]
+        delivered.set()
+        assert answered(outcome).left.exit == 4
+        assert answered(outcome).reason == "final"
+
+
 async def test_a_deadline_that_is_not_reached_changes_nothing(tiny_bundle: Bundle) -> None:
     async with running(tiny_bundle) as rig:
         assert answered((await rig.ask("a good film", deadline_seconds=60))[0]).reason == "final"
