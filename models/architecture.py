@@ -30,22 +30,23 @@ class Architecture(BaseModel):
 
     ``position_offset`` is the position id of the first token: 0 for BERT, ``pad_id + 1`` for RoBERTa.
     ``embedding_size`` differs from ``hidden_size`` only where embeddings are projected (ELECTRA-small).
-    ``max_length`` is in tokens, special tokens included.
+    ``max_length`` is in tokens, special tokens included. Upper bounds are far beyond any network: they keep a damaged
+    file from asking for more memory than there is, or for costs that are no numbers.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
     backbone: str
-    num_layers: int = Field(ge=1)
-    hidden_size: int = Field(ge=1)
-    embedding_size: int = Field(ge=1)
-    num_heads: int = Field(ge=1)
-    intermediate_size: int = Field(ge=1)
-    vocab_size: int = Field(ge=1)
-    max_length: int = Field(ge=3)
-    layer_norm_eps: float = Field(gt=0)
+    num_layers: int = Field(ge=1, le=10_000)
+    hidden_size: int = Field(ge=1, le=1_000_000)
+    embedding_size: int = Field(ge=1, le=1_000_000)
+    num_heads: int = Field(ge=1, le=10_000)
+    intermediate_size: int = Field(ge=1, le=10_000_000)
+    vocab_size: int = Field(ge=1, le=100_000_000)
+    max_length: int = Field(ge=3, le=1_000_000)
+    layer_norm_eps: float = Field(gt=0, le=1)
     activation: Literal["gelu", "relu"] = "gelu"
-    position_offset: int = Field(default=0, ge=0)
+    position_offset: int = Field(default=0, ge=0, le=1_000_000)
     uses_token_type_ids: bool = True
     num_labels: int = Field(ge=2)
     exits: tuple[ExitSpec, ...] = Field(min_length=1)

@@ -15,12 +15,12 @@ import tempfile
 from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
-from typing import Any, Literal, Self, TypeVar
+from typing import Annotated, Any, Literal, Self, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from models.architecture import Architecture
-from models.exits import Criterion
+from models.exits import Criterion, Policy
 from models.tokenization import TextEncoder
 
 FORMAT_VERSION = 1
@@ -32,8 +32,15 @@ class BundleError(Exception):
     """A bundle that cannot be used; the message names the file and what is wrong with it."""
 
 
+_Share = Annotated[float, Field(ge=0, le=1)]
+_Positive = Annotated[float, Field(gt=0)]
+# Training keeps to 0.05 to 20. What lies far beyond makes probabilities that are not numbers.
+_Temperature = Annotated[float, Field(ge=1e-3, le=1e3)]
+
+
 class _Record(BaseModel):
-    model_config = ConfigDict(frozen=True, extra="forbid")
+    # No NaN and no infinity: JSON has none, and no comparison with one means anything.
+    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
 
 
 class GraphFile(_Record):
@@ -62,11 +69,11 @@ class CurvePoint(_Record):
     """
 
     threshold: float
-    metric: float
-    agreement: float
-    mean_cost: float
-    speedup: float
-    exit_shares: tuple[float, ...]
+    metric: float = Field(ge=-1, le=1)
+    agreement: _Share
+    mean_cost: _Positive
+    speedup: _Positive
+    exit_shares: tuple[_Share, ...]
 
 
 class Scores(_Record):
@@ -78,6 +85,12 @@ class Scores(_Record):
     per_exit: dict[Precision, tuple[ExitScore, ...]]
     curves: dict[Precision, dict[Criterion, tuple[CurvePoint, ...]]] = {}
 
+    @model_validator(mode="after")
+    def _consistent(self) -> Self:
+        for curves in self.curves.values():
+            _check_thresholds(curves)
+        return self
+
 
 class Manifest(_Record):
     format_version: int
@@ -87,7 +100,7 @@ class Manifest(_Record):
     labels: tuple[str, ...] = Field(min_length=2)
     takes_pairs: bool
     architecture: Architecture
-    exit_costs: tuple[float, ...] = Field(description="cost_in_layers of each exit at mean_tokens tokens")
+    exit_costs: tuple[_Positive, ...] = Field(description="cost_in_layers of each exit at mean_tokens tokens")
     mean_tokens: float = Field(gt=0, description="mean tokens of a text in the calibration split")
     precisions: dict[Precision, tuple[GraphFile, ...]] = Field(min_length=1)
     default_precision: Precision
@@ -102,9 +115,13 @@ class Manifest(_Record):
             raise ValueError(f"{len(self.labels)} labels, but logits of width {self.architecture.num_labels}")
         if len(set(self.labels)) != len(self.labels):
             raise ValueError("labels repeat")
+        if any(not label.strip() for label in self.labels):
+            raise ValueError("a label is blank")
         exits = len(self.architecture.exits)
         if len(self.exit_costs) != exits:
             raise ValueError(f"exit_costs has {len(self.exit_costs)} entries for {exits} exits")
+        if sorted(set(self.exit_costs)) != list(self.exit_costs):
+            raise ValueError("exit_costs must rise from exit to exit")
         for precision, graphs in self.precisions.items():
             if len(graphs) != exits:
                 raise ValueError(f"precision {precision} has {len(graphs)} graphs for {exits} exits")
@@ -121,11 +138,18 @@ class Tier(_Record):
     quality: float = Field(gt=0, lt=1)
     criterion: Criterion
     threshold: float
-    n: int
-    disagreements: int
-    p_value: float
-    mean_cost: float
-    speedup: float
+    n: int = Field(ge=1)
+    disagreements: int = Field(ge=0)
+    p_value: _Share
+    mean_cost: _Positive
+    speedup: _Positive
+
+    @model_validator(mode="after")
+    def _consistent(self) -> Self:
+        Policy(self.criterion, self.threshold)
+        if self.disagreements > self.n:
+            raise ValueError(f"{self.disagreements} disagreements in {self.n} texts")
+        return self
 
 
 class RefusedTier(_Record):
@@ -141,12 +165,20 @@ class PrecisionCalibration(_Record):
     after the temperature, on data that did not fit it; ``curves`` by criterion on the risk split, from the safest
     threshold to the boldest."""
 
-    temperatures: tuple[float, ...]
+    temperatures: tuple[_Temperature, ...]
     calibration_error_before: tuple[float, ...]
     calibration_error_after: tuple[float, ...]
     curves: dict[Criterion, tuple[CurvePoint, ...]]
     certified: tuple[Tier, ...] = Field(description="by quality, highest first")
     refused: tuple[RefusedTier, ...] = ()
+
+    @model_validator(mode="after")
+    def _consistent(self) -> Self:
+        _check_thresholds(self.curves)
+        qualities = [tier.quality for tier in self.certified]
+        if qualities != sorted(qualities, reverse=True):
+            raise ValueError("certified tiers must stand by quality, highest first")
+        return self
 
 
 class Calibration(_Record):
@@ -155,12 +187,19 @@ class Calibration(_Record):
     split of their own and were cross-fitted on the validation split."""
 
     metric: str
-    delta: float
-    n_temperature: int
-    n_risk: int
-    n_validation: int
+    delta: float = Field(gt=0, lt=1)
+    n_temperature: int = Field(ge=0)
+    n_risk: int = Field(ge=0)
+    n_validation: int = Field(ge=0)
     data_sha256: str
     precisions: dict[Precision, PrecisionCalibration]
+
+
+def _check_thresholds(curves: Mapping[Criterion, tuple[CurvePoint, ...]]) -> None:
+    """Raises :class:`ValueError` for a threshold that no request could run under."""
+    for criterion, points in curves.items():
+        for point in points:
+            Policy(criterion, point.threshold)
 
 
 def segment_io(architecture: Architecture, segment: int) -> tuple[tuple[str, ...], tuple[str, ...]]:
@@ -213,11 +252,18 @@ class Bundle:
         Raises :class:`BundleError`, naming the file, where anything is missing, altered or of another format.
         """
         root = Path(path)
+        try:
+            return cls._load(root)
+        except OSError as error:
+            raise BundleError(f"{error.filename or root}: {error.strerror or error}") from error
+
+    @classmethod
+    def _load(cls, root: Path) -> "Bundle":
         if not root.is_dir():
             raise BundleError(f"{root}: no such bundle folder")
         document = _read_json(root / "manifest.json")
         version = document.get("format_version") if isinstance(document, dict) else None
-        if version != FORMAT_VERSION:
+        if type(version) is not int or version != FORMAT_VERSION:
             raise BundleError(
                 f"{root / 'manifest.json'}: format_version {version!r} is not {FORMAT_VERSION}, "
                 "the one that this version of Offramp reads"
@@ -226,30 +272,19 @@ class Bundle:
         for graphs in manifest.precisions.values():
             for graph in graphs:
                 _verify(root, graph.file, graph.sha256)
+                if (root / graph.file).stat().st_size != graph.bytes:
+                    raise BundleError(f"{root / 'manifest.json'}: {graph.file} does not have {graph.bytes} bytes")
         for name in ("tokenizer.json", "calibration.json"):
             if name not in manifest.files:
                 raise BundleError(f"{root / 'manifest.json'}: no sha256 for {name}")
-            _verify(root, name, manifest.files[name])
+        for name, digest in manifest.files.items():
+            _verify(root, name, digest)
         calibration = _validate(Calibration, _read_json(root / "calibration.json"), root / "calibration.json")
-        exits = len(manifest.architecture.exits)
         for precision in manifest.precisions:
             if precision not in calibration.precisions:
                 raise BundleError(f"{root / 'calibration.json'}: precision {precision} is not calibrated")
-            found = len(calibration.precisions[precision].temperatures)
-            if found != exits:
-                raise BundleError(f"{root / 'calibration.json'}: {found} temperatures for {exits} exits ({precision})")
-        try:
-            encoder = TextEncoder.from_file(root / "tokenizer.json", manifest.architecture.max_length)
-        except Exception as error:  # tokenizers raises plain Exception
-            raise BundleError(f"{root / 'tokenizer.json'}: not a tokenizer ({error})") from error
-        rows = manifest.architecture.vocab_size
-        if encoder.largest_id >= rows:
-            # At the first such token the whole micro-batch would fail, other requests' texts included.
-            raise BundleError(
-                f"{root / 'tokenizer.json'}: has token id {encoder.largest_id}, but the model's vocabulary ends at "
-                f"{rows - 1}"
-            )
-        return cls(root, manifest, calibration, encoder)
+            _check_exits(calibration.precisions[precision], len(manifest.architecture.exits), precision, root)
+        return cls(root, manifest, calibration, _encoder(root, manifest))
 
     def graph(self, segment: int, precision: Precision | None = None) -> Path:
         """Path of the graph of segment ``segment`` (1 = first)."""
@@ -336,27 +371,65 @@ def _swap(work: Path, target: Path) -> None:
     shutil.rmtree(aside, ignore_errors=True)
 
 
+def _check_exits(calibration: PrecisionCalibration, exits: int, precision: Precision, root: Path) -> None:
+    """Raises :class:`BundleError` where ``calibration`` is for another number of exits."""
+    found = [
+        ("temperatures", len(calibration.temperatures)),
+        ("calibration errors before", len(calibration.calibration_error_before)),
+        ("calibration errors after", len(calibration.calibration_error_after)),
+    ]
+    for criterion, points in calibration.curves.items():
+        found += [(f"exit shares of {criterion}", len(point.exit_shares)) for point in points]
+    for what, count in found:
+        if count != exits:
+            raise BundleError(f"{root / 'calibration.json'}: {count} {what} for {exits} exits ({precision})")
+
+
+def _encoder(root: Path, manifest: Manifest) -> TextEncoder:
+    """The tokenizer, once it is known to give only what the model's embeddings hold."""
+    path, architecture = root / "tokenizer.json", manifest.architecture
+    try:
+        encoder = TextEncoder.from_file(path, architecture.max_length)
+    except Exception as error:  # tokenizers raises plain Exception
+        raise BundleError(f"{path}: not a tokenizer ({' '.join(str(error).split())})") from error
+    special = encoder.special_tokens(pair=manifest.takes_pairs)
+    if special >= architecture.max_length:
+        raise BundleError(f"{path}: adds {special} special tokens, but max_length is {architecture.max_length}")
+    largest = encoder.largest_id
+    if largest >= architecture.vocab_size:
+        raise BundleError(f"{path}: has token id {largest}, but the model's vocab_size is {architecture.vocab_size}")
+    return encoder
+
+
 def _read_json(path: Path) -> Any:
     try:
         return json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
         raise BundleError(f"{path}: missing") from None
-    except (OSError, UnicodeDecodeError, json.JSONDecodeError) as error:
+    except OSError as error:
+        raise BundleError(f"{path}: {error.strerror}") from error
+    except (ValueError, RecursionError) as error:  # ValueError: not UTF-8, and integers of thousands of digits, too
         raise BundleError(f"{path}: not readable as JSON ({error})") from error
 
 
 def _validate(model: type[_M], document: Any, path: Path) -> _M:
     try:
         # Through JSON, so that strictness is JSON's: tuples come as arrays.
-        return model.model_validate_json(json.dumps(document))
+        checked = model.model_validate_json(json.dumps(document), strict=True)
+        json.dumps(document, allow_nan=False)  # fields that take anything take NaN, too, and JSON has none
     except ValidationError as error:
-        first = error.errors()[0]
+        first = error.errors(include_input=False)[0]
         where = ".".join(str(part) for part in first["loc"]) or "document"
-        raise BundleError(f"{path}: {where}: {first['msg']}") from error
+        raise BundleError(f"{path}: {where}: {' '.join(first['msg'].split())}") from error
+    except ValueError:
+        raise BundleError(f"{path}: holds NaN or infinity, which JSON does not have") from None
+    return checked
 
 
 def _verify(root: Path, name: str, expected: str) -> None:
     path = root / name
+    if "\0" in name or any(len(part.encode(errors="replace")) > 255 for part in path.parts):
+        raise BundleError(f"{root / 'manifest.json'}: {name[:40]!r} cannot be the name of a file")
     # A manifest may only name files of its own bundle.
     if not path.resolve().is_relative_to(root.resolve()):
         raise BundleError(f"{root / 'manifest.json'}: {name} lies outside the bundle")

@@ -10,6 +10,9 @@ from pathlib import Path
 
 from tokenizers import Encoding, Tokenizer
 
+# `Tokenizer.encode` keeps Python's lock (2.7 s for 100,000 characters on a busy machine), `encode_batch` does not.
+LONG_CHARACTERS = 1_000
+
 
 @dataclass(frozen=True, slots=True)
 class Encoded:
@@ -41,39 +44,40 @@ class TextEncoder:
         self.max_length = max_length
         self._special = tokenizer.num_special_tokens_to_add(False)
         self._special_pair = tokenizer.num_special_tokens_to_add(True)
-        self.largest_id = max(tokenizer.get_vocab(with_added_tokens=True).values(), default=-1)
 
     @classmethod
     def from_file(cls, path: Path, max_length: int) -> "TextEncoder":
         return cls(Tokenizer.from_file(str(path)), max_length)
+
+    @property
+    def largest_id(self) -> int:
+        """The largest id that a text, or a pair of texts, can be encoded to, special tokens included."""
+        empty = self._without_special("")
+        always = [*self._tokenizer.post_process(empty).ids, *self._tokenizer.post_process(empty, empty).ids]
+        return max([*self._tokenizer.get_vocab(with_added_tokens=True).values(), *always], default=0)
+
+    def largest_type_id(self, *, pair: bool) -> int:
+        """The largest token type id of a text, or of a ``pair`` of texts."""
+        return max(self.encode("a", "a" if pair else None).type_ids, default=0)
+
+    def special_tokens(self, *, pair: bool) -> int:
+        """How many special tokens are added to a text, or to a ``pair`` of texts."""
+        return self._special_pair if pair else self._special
 
     def encode(self, text: str, pair: str | None = None) -> Encoded:
         """Ids of ``text`` (and ``pair``), cut to ``max_length`` tokens from the right.
 
         A pair that is too long loses tokens from its longer side first, as ``longest_first`` of ``tokenizers`` does.
         """
-        first = self._tokenizer.encode(text, add_special_tokens=False)
-        second = None if pair is None else self._tokenizer.encode(pair, add_special_tokens=False)
-        return self._cut(first, second)
-
-    def encode_long(self, text: str, pair: str | None = None) -> Encoded:
-        """The same as :meth:`encode`, but other threads run meanwhile.
-
-        ``Tokenizer.encode`` holds the GIL until it is done (111,000 characters: every thread stood still for 1 to 2 s);
-        ``encode_batch`` lets go of it, at the price of a hop to its own threads.
-        """
-        texts = [text] if pair is None else [text, pair]
-        first, *rest = self._tokenizer.encode_batch(texts, add_special_tokens=False)
-        return self._cut(first, rest[0] if rest else None)
-
-    def _cut(self, first: Encoding, second: Encoding | None) -> Encoded:
-        if second is None:
+        first = self._without_special(text)
+        if pair is None:
             room = self.max_length - self._special
             before = len(first) + self._special
             if len(first) > room:
                 first.truncate(room)
             full = self._tokenizer.post_process(first, None, True)
         else:
+            second = self._without_special(pair)
             room = self.max_length - self._special_pair
             before = len(first) + len(second) + self._special_pair
             keep_first, keep_second = _longest_first(len(first), len(second), room)
@@ -83,6 +87,11 @@ class TextEncoder:
                 second.truncate(keep_second)
             full = self._tokenizer.post_process(first, second, True)
         return Encoded(full.ids, full.type_ids, before)
+
+    def _without_special(self, text: str) -> Encoding:
+        if len(text) > LONG_CHARACTERS:
+            return self._tokenizer.encode_batch([text], add_special_tokens=False)[0]
+        return self._tokenizer.encode(text, add_special_tokens=False)
 
 
 def _longest_first(first: int, second: int, room: int) -> tuple[int, int]:

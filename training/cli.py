@@ -91,6 +91,10 @@ def train(
     early_stop: Annotated[
         int | None, typer.Option(help="stop after so many epochs without a better validation score")
     ] = None,
+    keep: Annotated[
+        Literal["best", "last"],
+        typer.Option(help="which epoch comes out: the best on the validation split, or the last"),
+    ] = "best",
     seed: Annotated[int, typer.Option(help="of the splits, the heads, the order and dropout")] = 0,
     mixed_precision: Annotated[Literal["no", "bf16"], typer.Option(help="arithmetic of training")] = "no",
     threads: Annotated[int | None, typer.Option(help="CPU threads [default: torch's choice]", min=1)] = None,
@@ -271,6 +275,7 @@ def _settings(values: Mapping[str, Any], output: Path) -> "RunSettings":
                 angle_every=values["angle_every"],
                 seed=values["seed"],
                 stop_after=values["early_stop"],
+                keep=values["keep"],
                 mixed_precision=values["mixed_precision"],
             ),
             backbone=values["backbone"],

@@ -309,10 +309,10 @@ def export_run(folder: Path, exits: Sequence[int] | None, target: Path, *, obser
     Fewer exits are calibrated anew, on the same splits. Raises :class:`PipelineError` for a run that is not finished.
     """
     settings = read_run(folder)
-    best = folder / "training" / "best"
-    if not (best / "network.safetensors").exists() or not (folder / "tokenizer.json").exists():
+    kept = folder / "training" / "kept"
+    if not (kept / "network.safetensors").exists() or not (folder / "tokenizer.json").exists():
         raise PipelineError(f"{folder}: no finished training in it; go on with offramp train --resume")
-    network = MultiExitNetwork.load(best)
+    network = MultiExitNetwork.load(kept)
     architecture, weights = network.architecture, network.numpy_weights()
     if exits is not None:
         architecture, weights = select_exits(architecture, weights, exits)

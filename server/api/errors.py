@@ -29,8 +29,8 @@ TYPES = {
     503: "not_ready",
     504: "deadline",
 }
-# Each problem costs microseconds to word, and a body of 2 MB can hold 200,000 of them.
-MOST_PROBLEMS = 1000
+# A body can hold hundreds of thousands of unknown fields, and pydantic takes 10 microseconds to list each.
+MAX_ERRORS = 100
 _SURROGATE = re.compile("[\ud800-\udfff]")
 _FIELD_NAME = re.compile(r"[A-Za-z][A-Za-z0-9_]{0,31}")
 
@@ -66,10 +66,9 @@ def invalid(message: str, param: str | None) -> ApiError:
 
 def from_validation(error: ValidationError, body: bytes) -> ApiError:
     """The first error of a pydantic validation of the JSON ``body``, as an :class:`ApiError`."""
-    if error.error_count() > MOST_PROBLEMS:
-        return invalid(f"{error.error_count()} fields are unknown or hold what they cannot", None)
+    if error.error_count() > MAX_ERRORS:
+        return invalid(f"{error.error_count()} fields are unknown or wrong; so many are not named one by one", None)
     first = error.errors(include_url=False, include_input=False, include_context=False)[0]
-    message = first["msg"].removeprefix("Value error, ").removeprefix("Input should be ")
     if first["type"] == "json_invalid":
         return _from_json(first["msg"].removeprefix("Invalid JSON: "), body)
     param = path_of(first["loc"])
@@ -81,7 +80,12 @@ def from_validation(error: ValidationError, body: bytes) -> ApiError:
         return invalid("this field is required", param)
     if first["type"] in ("model_type", "model_attributes_type", "dict_type"):
         return invalid("must be a JSON object", param)
-    return invalid(message if first["type"] == "value_error" else f"must be {message[:1].lower()}{message[1:]}", param)
+    if first["type"] == "value_error":
+        return invalid(first["msg"].removeprefix("Value error, "), param)
+    # "String should have at least 1 character" and the like; custom messages say what it must be.
+    must = re.match(r"\w+ should (.*)", first["msg"])
+    words = must[1].replace(" after validation", "") if must else f"be {first['msg']}"
+    return invalid(f"must {words}", param)
 
 
 def path_of(location: tuple[int | str, ...]) -> str | None:
@@ -113,6 +117,8 @@ def _from_json(problem: str, body: bytes) -> ApiError:
         return invalid(
             "holds a lone surrogate (half of a \\ud83d\\ude00-style escape), which is no character", path_of(location)
         )
+    if text.startswith("\ufeff"):
+        return ApiError(400, "the body is not JSON: it begins with a byte-order mark")
     return ApiError(400, f"the body is not JSON: {problem}")
 
 

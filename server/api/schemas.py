@@ -41,6 +41,7 @@ _Element = Annotated[
 _Inputs = Annotated[
     Annotated[str, Tag("=text")]
     | Annotated[TextPair, Tag("=pair")]
+    # To the first wrong element only: a body of 2 MB holds 700,000, and to list all held the loop for a minute.
     | Annotated[list[_Element], Field(min_length=1, max_length=MOST_INPUTS, fail_fast=True), Tag("=list")],
     Discriminator(
         _kind_of_inputs,

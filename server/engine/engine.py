@@ -208,9 +208,9 @@ class Engine:
     async def _encode(self, texts: Sequence[Text], truncate: bool) -> list[Encoded]:
         characters = sum(len(one.text) + len(one.pair or "") for one in texts)
         if characters <= INLINE_CHARACTERS:
-            encoded = [self._encoder.encode(one.text, one.pair) for one in texts]
+            encoded = self._encode_all(texts)
         else:
-            encoded = await self._loop.run_in_executor(self._tokenizer_pool, self._encode_long, texts)
+            encoded = await self._loop.run_in_executor(self._tokenizer_pool, self._encode_all, texts)
         for index, (one, text) in enumerate(zip(encoded, texts, strict=True)):
             if one.tokens_before <= self._blank_tokens[text.pair is not None]:
                 raise NoTokens(index)
@@ -218,8 +218,8 @@ class Engine:
                 raise TooLong(index, one.tokens_before, self._encoder.max_length)
         return encoded
 
-    def _encode_long(self, texts: Sequence[Text]) -> list[Encoded]:
-        return [self._encoder.encode_long(one.text, one.pair) for one in texts]
+    def _encode_all(self, texts: Sequence[Text]) -> list[Encoded]:
+        return [self._encoder.encode(one.text, one.pair) for one in texts]
 
     # On the event loop's thread: admission and outcomes. Each item is settled or abandoned exactly once.
 

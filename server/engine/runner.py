@@ -74,7 +74,10 @@ class Runner:
         ort = load_onnxruntime()
         self._architecture: Architecture = bundle.manifest.architecture
         self._labels = len(bundle.manifest.labels)
+        self._largest_id = bundle.encoder.largest_id
+        self._largest_type = bundle.encoder.largest_type_id(pair=bundle.manifest.takes_pairs)
         segments = range(1, len(self._architecture.exits) + 1)
+        self._paths = [bundle.graph(segment, precision) for segment in segments]
         self.device = device
         if device == "auto":
             self.device = "cuda" if "CUDAExecutionProvider" in ort.get_available_providers() else "cpu"
@@ -155,37 +158,58 @@ class Runner:
     def warm_up(self, max_batch_tokens: int) -> None:
         """Runs every segment on a few shapes, the largest first, so that no request pays for first-time allocations.
 
-        Raises :class:`StartError` where logits come out with the wrong shape or not finite.
+        The texts are as long as any can be and hold the largest ids that the tokenizer gives, so what passes here looks
+        up nothing beyond a graph's tables later. Raises :class:`StartError`, naming the graph, where one does not run,
+        logits or state come out with the wrong shape, or logits are not finite.
         """
-        longest = min(self._architecture.max_length, max_batch_tokens)
+        limit = self._architecture.max_length
+        longest = min(limit, max_batch_tokens)
+        if limit > longest:
+            # Only segment 1 looks positions up; to take such a text through all of them would hold up the start.
+            self._try(1, [self._blank(limit)])
         for rows, length in ((max(1, max_batch_tokens // longest), longest), (1, min(32, longest)), (1, 3)):
-            items = [_Blank(length) for _ in range(rows)]
+            items = [self._blank(length) for _ in range(rows)]
             for segment in range(1, len(self._sessions) + 1):
-                try:
-                    output = self.run(segment, items)
-                except Exception as error:  # noqa: BLE001 - onnxruntime raises many types of its own
-                    raise StartError(f"segment {segment} does not run: {_one_line(error)}") from None
-                if output.logits.shape != (rows, self._labels):
-                    raise StartError(
-                        f"segment {segment}: logits of shape {list(output.logits.shape)} for "
-                        f"{rows} texts and {self._labels} labels"
-                    )
-                if not np.isfinite(output.logits).all():
-                    raise StartError(f"segment {segment}: logits of a blank text are not finite")
-                items = [_Blank(length, state) for state in output.states]
+                output = self._try(segment, items)
+                items = [self._blank(length, state) for state in output.states]
+
+    def _blank(self, length: int, state: State = ()) -> "_Blank":
+        ids, type_ids = np.zeros(length, dtype=np.int64), np.zeros(length, dtype=np.int64)
+        ids[0], type_ids[0] = self._largest_id, self._largest_type
+        return _Blank(ids, type_ids, state)
+
+    def _try(self, segment: int, items: Sequence[Work]) -> SegmentOutput:
+        path = self._paths[segment - 1]
+        try:
+            output = self.run(segment, items)
+        except Exception as error:  # noqa: BLE001 - onnxruntime raises many types of its own
+            raise StartError(f"{path}: does not run ({_one_line(error)})") from None
+        self._check_output(output, len(items), path)
+        return output
+
+    def _check_output(self, output: SegmentOutput, rows: int, path: object) -> None:
+        if output.logits.shape != (rows, self._labels):
+            raise StartError(
+                f"{path}: logits of shape {list(output.logits.shape)} for {rows} texts and {self._labels} labels"
+            )
+        if not np.isfinite(output.logits).all():
+            raise StartError(f"{path}: logits of a warm-up text are not finite")
+        width = self._architecture.hidden_size
+        if any(array.shape[-1] != width for array in output.states[0]):
+            raise StartError(f"{path}: state is not as wide as the manifest's hidden_size {width}")
 
 
 class _NoCuda(Exception):
     """CUDA is missing or does not work; the message says in what way."""
 
 
+@dataclass(frozen=True, slots=True)
 class _Blank:
-    """A text of ``length`` times token 0, for the warm-up."""
+    """A text for the warm-up: tokens 0 behind the largest id that there is."""
 
-    def __init__(self, length: int, state: State = ()) -> None:
-        self.ids = np.zeros(length, dtype=np.int64)
-        self.type_ids = self.ids
-        self.state = state
+    ids: NDArray[np.int64]
+    type_ids: NDArray[np.int64]
+    state: State
 
 
 def _padded(rows: Sequence[NDArray[Any]], longest: int) -> NDArray[Any]:

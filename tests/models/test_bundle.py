@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
+from tokenizers.processors import TemplateProcessing
 
 from models import bundle as bundles
 from models.architecture import Architecture, ExitSpec
@@ -266,12 +267,6 @@ def test_a_tokenizer_that_is_not_one_is_refused(path: Path) -> None:
     refused(path, str(path / "tokenizer.json"), "not a tokenizer")
 
 
-def test_a_tokenizer_of_more_tokens_than_the_model_knows_is_refused(path: Path) -> None:
-    larger = Tokenizer(WordLevel({"[UNK]": 0, "good": 8}, unk_token="[UNK]"))
-    rewrite(path, "tokenizer.json", larger.to_str())
-    refused(path, str(path / "tokenizer.json"), "has token id 8, but the model's vocabulary ends at 7")
-
-
 def test_a_calibration_for_other_exits_or_precisions_is_refused(path: Path) -> None:
     rewrite(path, "calibration.json", calibration(temperatures=(1.0, 1.0)).model_dump_json())
     refused(path, str(path / "calibration.json"), "2 temperatures for 3 exits (fp32)")
@@ -279,6 +274,111 @@ def test_a_calibration_for_other_exits_or_precisions_is_refused(path: Path) -> N
     document["precisions"] = {"int8": document["precisions"]["fp32"]}
     rewrite(path, "calibration.json", json.dumps(document))
     refused(path, str(path / "calibration.json"), "precision fp32 is not calibrated")
+
+
+def edit_calibration(path: Path, keys: tuple[Any, ...], value: object) -> None:
+    """Changes one place in calibration.json, and its checksum with it."""
+    document = json.loads((path / "calibration.json").read_text())
+    place = document
+    for key in keys[:-1]:
+        place = place[key]
+    place[keys[-1]] = value
+    (path / "calibration.json").write_text(json.dumps(document))
+    edit(path, lambda m: m["files"].update({"calibration.json": sha256_of(path / "calibration.json")}))
+
+
+FP32 = ("precisions", "fp32")
+POINT = (*FP32, "curves", "confidence", 0)
+TIER = (*FP32, "certified", 0)
+
+
+@pytest.mark.parametrize(
+    ("keys", "value"),
+    [
+        *(((*FP32, "temperatures", 0), bad) for bad in (float("nan"), float("inf"), 0, -1, 1e-300, 1e300, True)),
+        *(((*POINT, "threshold"), bad) for bad in (float("nan"), -0.1, 1.1)),
+        *(((*TIER, "threshold"), bad) for bad in (float("nan"), -0.1, 1.1)),
+        ((*TIER, "criterion"), "patience"),
+        ((*POINT, "agreement"), 1.1),
+        ((*POINT, "speedup"), 0),
+        ((*POINT, "mean_cost"), float("inf")),
+        ((*POINT, "exit_shares"), [1.0]),
+        ((*TIER, "mean_cost"), -1),
+        ((*TIER, "disagreements"), 9999),
+        ((*TIER, "p_value"), 2),
+        ((*FP32, "calibration_error_after"), [0.1]),
+        (("delta",), 5),
+        (("n_risk",), -1),
+    ],
+)
+def test_a_calibration_that_no_request_could_run_under_is_refused(
+    path: Path, keys: tuple[Any, ...], value: object
+) -> None:
+    """Each of these once loaded, and failed at requests: with 500, or with NaN in place of a score."""
+    edit_calibration(path, keys, value)
+    refused(path, "calibration.json")
+
+
+def test_certified_tiers_out_of_order_are_refused(path: Path) -> None:
+    tier = calibration().precisions["fp32"].certified[0].model_dump()
+    edit_calibration(path, (*FP32, "certified"), [tier, {**tier, "quality": 0.99}])
+    refused(path, "calibration.json", "highest first")
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"exit_costs": [float("nan")] * 3}, "exit_costs.0"),
+        ({"exit_costs": [3, 2, 1]}, "must rise"),
+        ({"exit_costs": [-1, 0, 1]}, "exit_costs.0"),
+        ({"mean_tokens": float("inf")}, "mean_tokens"),
+        ({"provenance": {"loss": float("nan")}}, "NaN"),
+        ({"labels": ["a", " "]}, "blank"),
+        ({"format_version": True}, "format_version"),
+        ({"format_version": 1.0}, "format_version"),
+        ({"architecture": ARCHITECTURE.model_dump() | {"hidden_size": 4 * 10**400}}, "hidden_size"),
+        ({"architecture": ARCHITECTURE.model_dump() | {"max_length": 10**9}}, "max_length"),
+        ({"files": {"tokenizer.json": "0" * 64, "calibration.json": "0" * 64, "../x": "0" * 64}}, "json"),
+    ],
+)
+def test_numbers_that_cannot_be_are_refused_by_field(path: Path, change: dict[str, Any], words: str) -> None:
+    edit(path, lambda m: m.update(change))
+    refused(path, words)
+
+
+@pytest.mark.parametrize("digits", [b"1e400", b"9" * 5000, b"[" * 5000 + b"]" * 5000, b"[" * 100_000])
+def test_json_that_python_chokes_on_is_one_line(path: Path, digits: bytes) -> None:
+    text = (path / "manifest.json").read_bytes()
+    (path / "manifest.json").write_bytes(text.replace(b"8.5", digits))
+    refused(path, "manifest.json")
+
+
+@pytest.mark.parametrize("name", ["a\0b", "x" * 5000, "", ".", "graphs"])
+def test_a_graph_named_like_no_file_is_refused(path: Path, name: str) -> None:
+    edit(path, lambda m: m["precisions"]["fp32"][0].update(file=name))
+    refused(path)
+
+
+def test_a_wrong_size_is_refused(path: Path) -> None:
+    edit(path, lambda m: m["precisions"]["fp32"][1].update(bytes=7))
+    refused(path, "segment_2.onnx", "7 bytes")
+
+
+def test_a_tokenizer_of_another_vocabulary_is_refused(tmp_path: Path, graphs: list[Path]) -> None:
+    """An id beyond the embedding table fails the whole micro-batch of whoever sent that word."""
+    words = {"[UNK]": 0, "good": ARCHITECTURE.vocab_size}
+    with pytest.raises(BundleError, match="token id 8, but the model's vocab_size is 8"):
+        write(tmp_path / "b", graphs, tokenizer_json=Tokenizer(WordLevel(words, unk_token="[UNK]")).to_str())
+
+
+@pytest.mark.parametrize(("ids", "times", "words"), [(5000, 1, "token id 5000"), (0, 16, "16 special tokens")])
+def test_special_tokens_that_do_not_fit_are_refused(
+    tmp_path: Path, graphs: list[Path], ids: int, times: int, words: str
+) -> None:
+    tokenizer = Tokenizer(WordLevel({"[UNK]": 0, "good": 1}, unk_token="[UNK]"))
+    tokenizer.post_processor = TemplateProcessing(single="[X] " * times + "$A", special_tokens=[("[X]", ids)])
+    with pytest.raises(BundleError, match=words):
+        write(tmp_path / "b", graphs, tokenizer_json=tokenizer.to_str())
 
 
 def test_a_file_without_a_checksum_is_refused(path: Path) -> None:

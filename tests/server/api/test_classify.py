@@ -301,6 +301,44 @@ async def test_two_ways_to_choose_depth_are_both_named(served: Served) -> None:
     assert "quality and criterion and threshold" in error["message"]
 
 
+@pytest.mark.parametrize(
+    "document",
+    [
+        {"inputs": [7] * 100_000},
+        {"inputs": [{}] * 100_000},
+        {"inputs": [{"text": 7}] * 100_000},
+        {"inputs": "a", **{f"k{number}": 1 for number in range(100_000)}},
+        {"inputs": [{"text": "a", **{f"k{number}": 1 for number in range(100_000)}}]},
+    ],
+)
+def test_a_body_full_of_mistakes_is_not_listed_mistake_by_mistake(
+    document: dict[str, Any],
+) -> None:
+    """Listing 700,000 of them held up every other request for a minute."""
+    body = json.dumps(document).encode()
+    with pytest.raises(ValidationError) as caught:
+        ClassifyRequest.model_validate_json(body)
+    error = from_validation(caught.value, body)
+    assert error.status == 422
+    if caught.value.error_count() == 1:
+        assert (error.param or "").startswith("inputs[0]")
+    else:
+        assert error.message.startswith("100000 fields are unknown or wrong")
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"inputs": []}, "must have at least 1 item, not 0"),
+        ({"inputs": "a", "model": ""}, "must have at least 1 character"),
+        ({"inputs": "a", "quality": 2}, "must be less than or equal to 1"),
+        ({"inputs": 7}, "must be a string, an object with text and text_pair, or a list of those"),
+    ],
+)
+async def test_refusals_are_english(served: Served, fields: dict[str, Any], message: str) -> None:
+    assert error_of(await served.classify(**fields))["message"] == message
+
+
 async def test_limits_in_messages_name_the_number_and_the_setting(served: Served) -> None:
     assert "64" in error_of(await served.classify(["a"] * 65))["message"]
     assert "OFFRAMP_MAX_INPUTS" in error_of(await served.classify(["a"] * 65))["message"]
@@ -316,7 +354,7 @@ async def test_limits_in_messages_name_the_number_and_the_setting(served: Served
         (b"{", 400, "not JSON"),
         (b'{"inputs": "a",}', 400, "not JSON"),
         (b"inputs=a", 400, "not JSON"),
-        (b'\xef\xbb\xbf{"inputs": "a"}', 400, "not JSON"),
+        (b'\xef\xbb\xbf{"inputs": "a"}', 400, "byte-order mark"),
         ('{"inputs": "caf\u00e9"}'.encode("latin-1"), 400, "not UTF-8"),
         (b'{"inputs": "\xed\xa0\x80"}', 400, "not UTF-8"),
         (b"\xff\xfe{\x00}\x00", 400, "not UTF-8"),

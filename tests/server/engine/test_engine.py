@@ -173,6 +173,19 @@ async def test_newcomers_are_served_while_a_worker_is_busy(tiny_bundle: Bundle) 
         assert answered((await older)[0]).left.exit == 4
 
 
+async def test_work_for_two_wakes_two_workers(tiny_bundle: Bundle) -> None:
+    async with running(tiny_bundle, workers=2) as rig:
+        meeting = threading.Barrier(2, timeout=60)
+
+        def meet(segment: int) -> None:
+            meeting.wait()
+
+        rig.spy.before = meet
+        # Lengths that never share a batch: each worker takes one, and neither gets on without the other.
+        outcomes = await rig.ask("good", "good " * 40, policy=FIRST)
+        assert [answered(outcome).left.exit for outcome in outcomes] == [1, 1]
+
+
 @pytest.mark.parametrize("policy", [LAST, Policy("confidence", 0.9), Policy("entropy", 0.3), Policy("patience", 1)])
 async def test_company_changes_nothing(tiny_bundle: Bundle, policy: Policy) -> None:
     texts = some_texts(40, seed=7)
@@ -248,7 +261,7 @@ async def test_abandoned_texts_are_dropped_before_their_next_segment(tiny_bundle
 async def test_at_the_deadline_the_latest_exit_answers(tiny_bundle: Bundle) -> None:
     async with running(tiny_bundle) as rig:
         gate = Gate(rig, segment=3)
-        outcome = (await rig.ask("a good film", deadline_seconds=0.3))[0]
+        outcome = (await rig.ask("a good film", deadline_seconds=2.0))[0]
         gate.open()
         assert answered(outcome).reason == "deadline"
         assert answered(outcome).left.exit == 2
@@ -260,6 +273,19 @@ async def test_a_text_that_passed_no_exit_by_its_deadline_fails(tiny_bundle: Bun
         assert await rig.ask("a good film", deadline_seconds=0.05) == [Failure("deadline")]
         gate.open()
         assert rig.tally.failures == [Failure("deadline")]
+
+
+async def test_an_outcome_that_comes_too_late_counts_for_nothing(tiny_bundle: Bundle) -> None:
+    async with running(tiny_bundle, max_queue=1) as rig:
+        gate = Gate(rig, segment=1)
+        assert await rig.ask("a good film", policy=FIRST, deadline_seconds=0.05) == [Failure("deadline")]
+        gate.open()
+        assert answered((await rig.ask("a dull film", policy=FIRST))[0]).left.exit == 1
+        assert len(rig.tally.answers) == 1
+        assert rig.tally.failures == [Failure("deadline")]
+        # The late one did not give its place back a second time.
+        with pytest.raises(Overloaded):
+            await rig.ask("a", "b")
 
 
 async def test_an_answer_of_the_last_exit_is_final_even_if_the_deadline_overtakes_its_delivery(

@@ -1,6 +1,7 @@
 """Sessions: their answers do not depend on company, and what does not fit stops the start."""
 
 import importlib
+import re
 import shutil
 from pathlib import Path
 from types import SimpleNamespace
@@ -108,6 +109,24 @@ def test_a_file_that_is_no_graph_is_refused_by_name(tiny_bundle: Bundle, tmp_pat
 def test_a_model_that_gives_no_finite_answer_stops_the_start(tmp_path: Path) -> None:
     with pytest.raises(StartError, match="not finite"):
         open_runner(write_tiny_bundle(tmp_path, poison=VOCABULARY)).warm_up(64)
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        # The tokenizer's ids fit vocab_size, positions fit max_length; but the graph's tables are shorter than both.
+        ({"max_length": 300}, "segment_1.onnx: does not run"),
+        ({"hidden_size": 64}, "segment_1.onnx: state is not as wide as the manifest's hidden_size 64"),
+    ],
+)
+def test_a_manifest_that_promises_more_than_its_graphs_hold_stops_the_start(
+    tiny_bundle: Bundle, change: dict[str, int], words: str
+) -> None:
+    architecture = tiny_bundle.manifest.architecture.model_copy(update=change)
+    manifest = tiny_bundle.manifest.model_copy(update={"architecture": architecture})
+    bundle = Bundle(tiny_bundle.path, manifest, tiny_bundle.calibration, tiny_bundle.encoder)
+    with pytest.raises(StartError, match=re.escape(words)):
+        open_runner(bundle).warm_up(64)
 
 
 def test_cuda_where_there_is_none_is_an_error_never_the_cpu(tiny_bundle: Bundle) -> None:
