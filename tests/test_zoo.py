@@ -53,12 +53,3 @@ def test_its_promises_are_in_order_and_its_first_exits_are_cheap(bundle: Bundle)
     assert 0.99 in qualities
     assert [t.mean_cost for t in certified] == sorted((t.mean_cost for t in certified), reverse=True)
     assert bundle.manifest.exit_costs[0] < 0.5
-
-
-def test_it_names_no_machine(bundle: Bundle) -> None:
-    manifest = (bundle.path / "manifest.json").read_text(encoding="utf-8")
-    card = (bundle.path / "README.md").read_text(encoding="utf-8")
-    for text in (manifest, card):
-        assert "/work/" not in text
-        assert "/root/" not in text
-        assert "/home/" not in text

@@ -14,16 +14,14 @@ def accuracy(predicted: Ints, labels: Ints) -> float:
 
 
 def f1(predicted: Ints, labels: Ints) -> float:
-    """F1 of class 1 where there are two classes, as GLUE counts it for MRPC and QQP; else the mean of every class's F1.
+    """F1 of class 1 where the labels hold two classes, as GLUE counts it for MRPC and QQP; else the mean over classes.
 
     0 for a class that is neither predicted nor there.
     """
-    classes = int(max(predicted.max(), labels.max())) + 1
-    return (
-        _f1_of(1, predicted, labels)
-        if classes <= 2
-        else float(np.mean([_f1_of(c, predicted, labels) for c in range(classes)]))
-    )
+    classes = int(labels.max()) + 1
+    if classes <= 2:
+        return _f1_of(1, predicted, labels)
+    return float(np.mean([_f1_of(c, predicted, labels) for c in range(classes)]))
 
 
 def _f1_of(which: int, predicted: Ints, labels: Ints) -> float:
