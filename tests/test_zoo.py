@@ -18,7 +18,7 @@ POSITIVE = [
 NEGATIVE = [
     "two hours of nothing",
     "a dull , lifeless and badly written mess",
-    "I have rarely been so bored in a cinema",
+    "a boring and pointless film",
     "the plot makes no sense and the acting is terrible",
 ]
 
