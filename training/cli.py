@@ -73,7 +73,7 @@ def train(
     ] = "minilm-l6",
     method: Annotated[MethodName, typer.Option(help="how the exits are trained")] = "acl-cl",
     head: Annotated[HeadName, typer.Option(help="what each exit reads")] = "peek",
-    exit_layers: Annotated[
+    exits: Annotated[
         str | None, typer.Option(help="exits after these many whole layers, as 0,1,2,4 [default: after every layer]")
     ] = None,
     last_head: Annotated[
@@ -132,7 +132,8 @@ def export(
     run: Annotated[Path, typer.Argument(help="folder of a finished offramp train")],
     output: Annotated[Path, typer.Option(help="where the bundle goes")],
     exits: Annotated[
-        str | None, typer.Option(help="keep the exits of these numbers, as 2,4,6; layers between are merged")
+        str | None,
+        typer.Option(help="keep the exits after these many whole layers, as 2,4,6; layers between are merged"),
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="print a summary as JSON at the end")] = False,
 ) -> None:
@@ -246,7 +247,7 @@ def _settings(values: Mapping[str, Any], output: Path) -> "RunSettings":
     precisions = tuple(p.strip() for p in values["precisions"].split(","))
     if not precisions or len(set(precisions)) != len(precisions) or not set(precisions) <= set(known):
         raise UsageError(f"--precisions must be of {', '.join(known)}, each once, not {values['precisions']!r}")
-    layers = values["exit_layers"]
+    layers = values["exits"]
     for size in ("calibration_size", "validation_size", "examples"):
         if values[size] is not None and values[size] < 1:
             raise UsageError(f"--{size.replace('_', '-')} must be at least 1, not {values[size]}")
@@ -280,7 +281,7 @@ def _settings(values: Mapping[str, Any], output: Path) -> "RunSettings":
             ),
             backbone=values["backbone"],
             head=values["head"],
-            exit_layers=None if layers is None else tuple(_numbers("exit-layers", layers)),
+            exit_layers=None if layers is None else tuple(_numbers("exits", layers)),
             last_head=values["last_head"],
             max_length=values["max_length"],
             precisions=precisions,

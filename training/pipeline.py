@@ -303,8 +303,8 @@ def fit(
     return network, backbone.tokenizer_json, seconds
 
 
-def export_run(folder: Path, exits: Sequence[int] | None, target: Path, *, observer: Observer = Observer()) -> Bundle:
-    """Makes a bundle at ``target`` from the finished run in ``folder``, keeping only the ``exits`` of these numbers.
+def export_run(folder: Path, layers: Sequence[int] | None, target: Path, *, observer: Observer = Observer()) -> Bundle:
+    """Makes a bundle at ``target`` from the finished run in ``folder``, keeping only the exits after ``layers`` layers.
 
     Fewer exits are calibrated anew, on the same splits. Raises :class:`PipelineError` for a run that is not finished.
     """
@@ -314,10 +314,15 @@ def export_run(folder: Path, exits: Sequence[int] | None, target: Path, *, obser
         raise PipelineError(f"{folder}: no finished training in it; go on with offramp train --resume")
     network = MultiExitNetwork.load(kept)
     architecture, weights = network.architecture, network.numpy_weights()
-    if exits is not None:
-        architecture, weights = select_exits(architecture, weights, exits)
+    if layers is not None:
+        numbers = {e.after_layer: e.number for e in architecture.exits}
+        if unknown := [layer for layer in layers if layer not in numbers]:
+            raise PipelineError(
+                f"{folder}: no exit after layer {unknown[0]}; there are exits after {', '.join(map(str, numbers))}"
+            )
+        architecture, weights = select_exits(architecture, weights, [numbers[layer] for layer in layers])
     prepared = prepare(settings.data, settings.training.seed)
-    provenance = {**_provenance(settings, prepared, None), "exits_kept": list(exits) if exits else "all"}
+    provenance = {**_provenance(settings, prepared, None), "exits_kept_after_layers": list(layers) if layers else "all"}
     tokenizer_json = (folder / "tokenizer.json").read_text(encoding="utf-8")
     return make_bundle(architecture, weights, tokenizer_json, prepared, settings, provenance, target, observer=observer)
 

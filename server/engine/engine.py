@@ -233,12 +233,13 @@ class Engine:
             self._idle.set()
 
     def _settle(self, outcomes: Sequence[tuple[Item, Outcome]]) -> None:
-        for item, outcome in outcomes:
-            if item.done:
-                continue
+        fresh = [(item, outcome) for item, outcome in outcomes if not item.done]
+        for item, outcome in fresh:
             item.done = True
             self._release(1)
             item.submission.settle(item.index, outcome)
+        # Only now: whatever an observer raises, every text has its outcome.
+        for _, outcome in fresh:
             if isinstance(outcome, Answer):
                 self._observer.answered(outcome)
             else:
