@@ -307,11 +307,14 @@ def write_bundle(
 
     ``manifest`` holds :class:`Manifest`'s fields but ``format_version``, ``precisions`` and ``files``, which are filled
     in here; ``graphs`` gives for each precision the files of segments 1, 2, ...; ``extra`` holds further files (plots
-    of the model card) by relative path. Raises :class:`BundleError` where ``target`` exists and ``replace`` is false.
+    of the model card) by relative path. Raises :class:`BundleError` where ``target`` exists and ``replace`` is false,
+    or ``target`` is something else than a bundle.
     """
     target = Path(target)
     if target.exists() and not replace:
         raise BundleError(f"{target}: exists already")
+    if target.exists() and not _may_replace(target):
+        raise BundleError(f"{target}: is no bundle, so it is not replaced by one")
     target.parent.mkdir(parents=True, exist_ok=True)
     work = Path(tempfile.mkdtemp(prefix=f".{target.name}.", dir=target.parent))
     try:
@@ -348,6 +351,13 @@ def write_bundle(
         shutil.rmtree(work, ignore_errors=True)
         raise
     return Bundle.load(target)
+
+
+def _may_replace(target: Path) -> bool:
+    """Whether nothing but a bundle would be lost: ``--output`` may name a folder of data by mistake."""
+    if not target.is_dir():
+        return False
+    return all((target / name).is_file() for name in ("manifest.json", "calibration.json")) or not any(target.iterdir())
 
 
 def _swap(work: Path, target: Path) -> None:

@@ -106,7 +106,7 @@ def _serve(settings: Settings, bundle: Bundle, metrics: Metrics) -> ServedModel:
     if not on_cpu and settings.workers is None:
         workers = 1  # one stream per session: a second worker would only wait for the first
     budget = settings.max_batch_tokens or (512 if on_cpu else 8192)
-    runner.warm_up(budget)
+    runner.warm_up(budget, settings.max_batch_texts)
     calibration = bundle.calibration.precisions[precision]
     tiers = tuple(sorted({tier.quality for tier in calibration.certified}, reverse=True))
     observer = metrics.for_model(manifest.name, manifest.architecture, tiers)

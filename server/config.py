@@ -52,6 +52,7 @@ class Settings(BaseSettings):
     max_batch_tokens: int | None = Field(
         default=None,
         ge=1,
+        le=1_048_576,
         description="tokens of one micro-batch, padding included (a longer single text runs alone); "
         "none means 512 on the CPU and 8192 on CUDA",
     )

@@ -155,19 +155,21 @@ class Runner:
         states = [tuple(array[row, :length] for array in state) for row, length in enumerate(lengths)]
         return SegmentOutput(logits, states)
 
-    def warm_up(self, max_batch_tokens: int) -> None:
+    def warm_up(self, max_batch_tokens: int, max_batch_texts: int) -> None:
         """Runs every segment on a few shapes, the largest first, so that no request pays for first-time allocations.
 
-        The texts are as long as any can be and hold the largest ids that the tokenizer gives, so what passes here looks
-        up nothing beyond a graph's tables later. Raises :class:`StartError`, naming the graph, where one does not run,
-        logits or state come out with the wrong shape, or logits are not finite.
+        No batch is larger than requests will make one. The texts are as long as any can be and hold the largest ids
+        that the tokenizer gives, so what passes here looks up nothing beyond a graph's tables later. Raises
+        :class:`StartError`, naming the graph, where one does not run, logits or state come out with the wrong shape, or
+        logits are not finite.
         """
         limit = self._architecture.max_length
         longest = min(limit, max_batch_tokens)
         if limit > longest:
             # Only segment 1 looks positions up; to take such a text through all of them would hold up the start.
             self._try(1, [self._blank(limit)])
-        for rows, length in ((max(1, max_batch_tokens // longest), longest), (1, min(32, longest)), (1, 3)):
+        most = min(max_batch_texts, max(1, max_batch_tokens // longest))
+        for rows, length in ((most, longest), (1, min(32, longest)), (1, 3)):
             items = [self._blank(length) for _ in range(rows)]
             for segment in range(1, len(self._sessions) + 1):
                 output = self._try(segment, items)

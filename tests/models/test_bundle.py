@@ -419,6 +419,23 @@ def test_a_write_that_fails_leaves_the_old_bundle_and_nothing_beside_it(
     assert left_beside(path) == []
 
 
+@pytest.mark.parametrize("folder", [False, True])
+def test_what_is_no_bundle_is_never_replaced(tmp_path: Path, graphs: list[Path], folder: bool) -> None:
+    """`offramp calibrate --output texts.csv` once swapped a person's data for a bundle."""
+    target = tmp_path / "mine"
+    precious = target / "texts.csv" if folder else target
+    precious.parent.mkdir(exist_ok=True)
+    precious.write_text("text,label\n")
+    with pytest.raises(BundleError, match="is no bundle"):
+        write(target, graphs, replace=True)
+    assert precious.read_text() == "text,label\n"
+
+
+def test_an_empty_folder_may_become_a_bundle(tmp_path: Path, graphs: list[Path]) -> None:
+    (tmp_path / "new").mkdir()
+    assert write(tmp_path / "new", graphs, replace=True).manifest.name == "tiny"
+
+
 def test_a_graph_that_is_not_there_leaves_the_old_bundle_and_is_named(path: Path, graphs: list[Path]) -> None:
     graphs[2].unlink()
     with pytest.raises(FileNotFoundError, match=r"3\.onnx"):
