@@ -20,6 +20,12 @@ commands = typer.Typer()
 
 MethodName = Literal["ce", "jt", "acl-cl"]
 HeadName = Literal["cls", "mean", "attention", "peek"]
+TextColumn = Annotated[str, typer.Option(help="column of the text")]
+PairColumn = Annotated[str | None, typer.Option(help="column of the second text, for pairs")]
+LabelColumn = Annotated[str, typer.Option(help="column of the label, of any type")]
+LabelMap = Annotated[
+    str | None, typer.Option(help="labels of the file in the bundle's words, as 0=negative,1=positive")
+]
 
 
 class UsageError(typer.TyperException):
@@ -57,9 +63,9 @@ def train(
     eval_file: Annotated[
         Path | None, typer.Option(help="with --train-file: texts to score on [default: the validation split]")
     ] = None,
-    text_column: Annotated[str, typer.Option(help="column of the text")] = "text",
-    pair_column: Annotated[str | None, typer.Option(help="column of the second text, for pairs")] = None,
-    label_column: Annotated[str, typer.Option(help="column of the label, of any type")] = "label",
+    text_column: TextColumn = "text",
+    pair_column: PairColumn = None,
+    label_column: LabelColumn = "label",
     metric: Annotated[Literal["accuracy", "f1", "matthews"], typer.Option(help="what scores are in")] = "accuracy",
     calibration_size: Annotated[
         int | None, typer.Option(help="texts held out to certify [default: the task's, or 20 %, at most 2000]")
@@ -150,12 +156,10 @@ def export(
 def evaluate(
     bundle: Annotated[Path, typer.Argument(help="a bundle folder")],
     file: Annotated[Path, typer.Option(help="labelled texts: .csv, .tsv or .jsonl")],
-    text_column: Annotated[str, typer.Option(help="column of the text")] = "text",
-    pair_column: Annotated[str | None, typer.Option(help="column of the second text, for pairs")] = None,
-    label_column: Annotated[str, typer.Option(help="column of the label")] = "label",
-    label_map: Annotated[
-        str | None, typer.Option(help="labels of the file in the bundle's words, as 0=negative,1=positive")
-    ] = None,
+    text_column: TextColumn = "text",
+    pair_column: PairColumn = None,
+    label_column: LabelColumn = "label",
+    label_map: LabelMap = None,
     as_json: Annotated[bool, typer.Option("--json", help="print everything as JSON")] = False,
 ) -> None:
     """Score every exit and every certified tier of a bundle on labelled texts, per precision."""
@@ -170,12 +174,10 @@ def evaluate(
 def calibrate(
     bundle: Annotated[Path, typer.Argument(help="a bundle folder; it is replaced when all went well")],
     file: Annotated[Path, typer.Option(help="labelled texts that training never saw: .csv, .tsv or .jsonl")],
-    text_column: Annotated[str, typer.Option(help="column of the text")] = "text",
-    pair_column: Annotated[str | None, typer.Option(help="column of the second text, for pairs")] = None,
-    label_column: Annotated[str, typer.Option(help="column of the label")] = "label",
-    label_map: Annotated[
-        str | None, typer.Option(help="labels of the file in the bundle's words, as 0=negative,1=positive")
-    ] = None,
+    text_column: TextColumn = "text",
+    pair_column: PairColumn = None,
+    label_column: LabelColumn = "label",
+    label_map: LabelMap = None,
     validation_share: Annotated[
         float, typer.Option(help="share that fits temperatures and picks the criterion; the rest certifies")
     ] = 0.25,
