@@ -27,6 +27,7 @@ from server.catalog import load_catalog
 from server.config import Settings, StartError, unknown_variables
 from server.metrics import Metrics
 from server.middleware import Observe
+from server.protocol import BoundedHttp
 
 logger = logging.getLogger("offramp")
 
@@ -97,6 +98,8 @@ def run(settings: Settings) -> int:
     config = uvicorn.Config(
         app,
         log_config=None,
+        http=BoundedHttp,
+        ws="none",
         access_log=False,
         server_header=False,
         lifespan="on",

@@ -6,6 +6,7 @@ different micro-batches can be regrouped.
 
 import importlib
 import logging
+import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -48,6 +49,8 @@ class SegmentRunner(Protocol):
 
 def load_onnxruntime() -> Any:
     """The ``onnxruntime`` module. Raises :class:`StartError` where it is missing or broken."""
+    # From 1.32 on, importing it writes a device id into the home folder and reports to its vendor. A server doesn't.
+    os.environ.setdefault("ORT_DISABLE_TELEMETRY", "1")
     try:
         module = importlib.import_module("onnxruntime")
     except ImportError as error:

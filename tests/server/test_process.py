@@ -254,6 +254,35 @@ async def test_texts_are_never_logged_at_any_level(tiny_bundle: Bundle) -> None:
         assert "xyzzy" not in server.log
 
 
+@pytest.mark.parametrize(
+    ("sent", "status", "kind"),
+    [
+        (b"\x16\x03\x01\x02\x00 a TLS greeting\r\n\r\n", 400, "malformed"),
+        (b"POST /classify HTTP/1.1\r\nContent-Length: -1\r\n\r\n", 400, "malformed"),
+        (b"GET /livez HTTP/1.1\r\nHost: x\r\nX-Endless: " + b"a" * 2_000_000, 431, "too_large"),
+        (b"GET /livez HTTP/1.1\r\nHost: x\r\n" + b"X-Many: a\r\n" * 200_000, 431, "too_large"),
+    ],
+)
+async def test_what_is_no_request_gets_the_one_error_shape(
+    tiny_bundle: Bundle, sent: bytes, status: int, kind: str
+) -> None:
+    with process(tiny_bundle) as server:
+        reader, writer = await asyncio.open_connection(*server.address)
+        answer = asyncio.create_task(reader.readuntil(b"\r\n\r\n"))
+        # Bit by bit: what a closed connection has not read makes the kernel take back the answer.
+        for start in range(0, len(sent), 10_000):
+            writer.write(sent[start : start + 10_000])
+            await asyncio.wait((answer,), timeout=0.02)
+            if answer.done():
+                break
+        head = (await answer).decode()
+        length = int(next(line.split(":")[1] for line in head.splitlines() if line.startswith("content-length")))
+        error = json.loads(await reader.readexactly(length))["error"]
+        writer.close()
+        assert (int(head.split()[1]), error["type"], set(error)) == (status, kind, {"type", "message", "param"})
+        assert (await classify(server, "a film")).status == 200
+
+
 def _end(started: "subprocess.Popen[str]") -> tuple[int, str]:
     _, error = started.communicate(timeout=60)
     return started.returncode, error

@@ -1,6 +1,7 @@
 """Sessions: their answers do not depend on company, and what does not fit stops the start."""
 
 import importlib
+import os
 import re
 import shutil
 from collections.abc import Sequence
@@ -181,3 +182,16 @@ def test_a_damaged_onnxruntime_is_one_clear_line(monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(importlib, "import_module", lambda name: SimpleNamespace())
     with pytest.raises(StartError, match="exactly one"):
         load_onnxruntime()
+
+
+def test_onnxruntime_is_told_to_report_to_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
+    told: list[str | None] = []
+    monkeypatch.delenv("ORT_DISABLE_TELEMETRY", raising=False)
+
+    def module(name: str) -> Any:
+        told.append(os.environ.get("ORT_DISABLE_TELEMETRY"))
+        return SimpleNamespace(InferenceSession=None)
+
+    monkeypatch.setattr(importlib, "import_module", module)
+    load_onnxruntime()
+    assert told == ["1"]
