@@ -125,7 +125,7 @@ def train(
         import torch
 
         torch.set_num_threads(int(values["threads"]))
-    with _progress(settings) as observer:
+    with _progress(settings.training.epochs) as observer:
         try:
             bundle = pipeline.run(settings, output, resume=resume, observer=observer)
         except pipeline.PipelineError as error:
@@ -147,7 +147,7 @@ def export(
     from training import pipeline
 
     keep = None if exits is None else _numbers("exits", exits)
-    with _progress(pipeline.read_run(run)) as observer:
+    with _progress() as observer:
         bundle = pipeline.export_run(run, keep, output, observer=observer)
     _tell(bundle.path, as_json=as_json)
 
@@ -163,10 +163,14 @@ def evaluate(
     as_json: Annotated[bool, typer.Option("--json", help="print everything as JSON")] = False,
 ) -> None:
     """Score every exit and every certified tier of a bundle on labelled texts, per precision."""
+    from models.bundle import Bundle
     from training.evaluate import evaluate_bundle
 
     table = _labelled(file, text_column, label_column, pair_column, label_map)
-    summary = evaluate_bundle(bundle, table)
+    loaded = Bundle.load(bundle)
+    with _progress() as observer:
+        observer.stage("run the graphs", len(table) * len(loaded.manifest.precisions))
+        summary = evaluate_bundle(loaded, table, progress=observer.advance)
     typer.echo(json.dumps(summary, indent=1) if as_json else _evaluation_in_words(summary))
 
 
@@ -189,7 +193,10 @@ def calibrate(
     from training.pipeline import recalibrate
 
     table = _labelled(file, text_column, label_column, pair_column, label_map)
-    made = recalibrate(bundle, table, output or bundle, validation_share=validation_share, seed=seed)
+    with _progress() as observer:
+        made = recalibrate(
+            bundle, table, output or bundle, validation_share=validation_share, seed=seed, observer=observer
+        )
     _tell(made.path, as_json=as_json)
 
 
@@ -312,7 +319,7 @@ def _labelled(file: Path, text: str, label: str, pair: str | None, label_map: st
 
 
 @contextmanager
-def _progress(settings: "RunSettings") -> "Iterator[Observer]":
+def _progress(epochs: int = 0) -> "Iterator[Observer]":
     """Bars on stderr: loss, angle and examples/s while training, texts while the graphs run."""
     from rich.console import Console
     from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeElapsedColumn, TimeRemainingColumn
@@ -347,7 +354,7 @@ def _progress(settings: "RunSettings") -> "Iterator[Observer]":
         def epoch(report: EpochReport) -> None:
             exits = " ".join(f"{100 * value:.1f}" for value in report.per_exit.values())
             best = ", best so far" if report.best else ""
-            bars.console.print(f"epoch {report.epoch} of {settings.training.epochs}: validation per exit {exits}{best}")
+            bars.console.print(f"epoch {report.epoch} of {epochs}: validation per exit {exits}{best}")
 
         def advance(texts: int) -> None:
             bars.advance(current[-1], texts)
