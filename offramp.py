@@ -195,9 +195,10 @@ def classify(
     bundle: Annotated[Path | None, typer.Option(help="a bundle folder [default: the shipped one]")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="one JSON object a text: a result of POST /classify")] = False,
 ) -> None:
-    """Classify texts without a server, with the answers that a server would give.
+    """Classify texts without a server.
 
-    For a model that classifies pairs, a tab separates the two texts. OFFRAMP_ variables count as they do for a server.
+    The answers are those that a server would give, from the same engine; OFFRAMP_ variables count as they do
+    for a server. For a model that classifies pairs, a tab separates the two texts.
     """
     require_one_runtime(installed_runtimes())
     from server.config import StartError, load_settings
@@ -249,7 +250,10 @@ def inspect_bundle(
     bundle: Annotated[Path | None, typer.Argument(help="a bundle folder [default: the shipped one]")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="manifest and calibration as one JSON document")] = False,
 ) -> None:
-    """Verify a bundle and show its manifest, the scores of its exits, its certified table and its sizes."""
+    """Verify a bundle and show what is in it.
+
+    Its manifest, the scores of its exits, the qualities that are certified for it, and its sizes.
+    """
     from models.bundle import Bundle
     from models.describe import describe, summary
 

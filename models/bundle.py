@@ -184,9 +184,9 @@ class PrecisionCalibration(_Record):
 
 
 class Calibration(_Record):
-    """``metric`` names the task metric in the curves. Splits are counted in texts; ``delta`` is δ of all tiers
-    together; ``data_sha256`` identifies the risk split. ``n_temperature`` is 0 where the temperatures had no split of
-    their own and were cross-fitted on the validation split."""
+    """``metric`` names the task metric in the curves. Splits are counted in texts; ``delta`` is δ of all tiers of all
+    precisions together; ``data_sha256`` identifies the risk split. ``n_temperature`` is 0 where the temperatures had no
+    split of their own and were cross-fitted on the validation split."""
 
     metric: str
     delta: float = Field(gt=0, lt=1)

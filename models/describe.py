@@ -83,7 +83,7 @@ def _promises(bundle: Bundle, calibration: PrecisionCalibration) -> list[str]:
     everything = bundle.calibration
     lines: list[str] = []
     if calibration.certified:
-        together = f"confidence {1 - everything.delta:.0%} for all rows together"
+        together = f"confidence {1 - everything.delta:.0%} for all rows of all precisions together"
         lines += [f"certified agreement with the last exit ({together}, {everything.n_risk} calibration texts)", ""]
         rows = [["quality", "criterion", "threshold", "disagreements", "mean cost", "speed-up"]]
         rows += [

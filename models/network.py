@@ -362,6 +362,11 @@ def load_backbone(name: str) -> Backbone:
     # Where a folder holds no tokenizer, transformers makes one up that knows its special tokens only.
     if not tokenizer.get_vocab().keys() - set(tokenizer.all_special_tokens):
         raise ValueError(f"backbone {name!r} could not be loaded: its tokenizer is missing, or knows no words")
+    largest, rows = max(tokenizer.get_vocab().values()), weights["embeddings.word.weight"].shape[0]
+    if largest >= rows:
+        raise ValueError(
+            f"backbone {name!r}: its tokenizer has token id {largest}, but its vocabulary ends at {rows - 1}"
+        )
     types = weights.get("embeddings.token_type.weight")
     if types is not None and types.shape[0] == 1:
         # RoBERTa has one token type, added to every token: it belongs to the positions.

@@ -4,7 +4,7 @@ Splits that no weight was fitted on, each with its use, so that no promise is ju
 - ``temperature``, where there is one, fits the temperature of each exit; else the validation split does, cross-fitted;
 - ``validation`` says whether the temperature helps, gives the threshold grids, and picks the criterion;
 - ``risk`` certifies (section "Certified quality" of the design). Afterwards it also gives the curves, which carry no
-  promise: it is the largest of the splits, and nothing is chosen by what they show.
+  promise: it is the largest of the splits. By what it showed only the precision is chosen, which δ allows for.
 """
 
 import math
@@ -306,7 +306,8 @@ def calibrate(
 ) -> Calibration:
     """Calibrates every precision of a bundle on its own logits. ``data_sha256`` identifies the risk split.
 
-    δ covers all tiers of one precision: a request is served in one precision, and its promise is that precision's.
+    δ covers all tiers of all precisions together (Bonferroni): which precision a server runs in is chosen by what the
+    risk split showed, by :func:`training.pipeline.default_precision` or by whoever reads the table.
     """
     return Calibration(
         metric=metric,
@@ -323,7 +324,7 @@ def calibrate(
                 risk=risk,
                 metric=metric,
                 temperature=temperature,
-                delta=delta,
+                delta=delta / len(logits),
                 qualities=qualities,
                 criteria=criteria,
                 points=points,

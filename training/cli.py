@@ -21,6 +21,12 @@ commands = typer.Typer()
 
 MethodName = Literal["ce", "jt", "acl-cl"]
 HeadName = Literal["cls", "mean", "attention", "peek"]
+TextColumn = Annotated[str, typer.Option(help="column of the text")]
+PairColumn = Annotated[str | None, typer.Option(help="column of the second text, for pairs")]
+LabelColumn = Annotated[str, typer.Option(help="column of the label, of any type")]
+LabelMap = Annotated[
+    str | None, typer.Option(help="labels of the file in the bundle's words, as 0=negative,1=positive")
+]
 
 
 class UsageError(typer.TyperException):
@@ -58,9 +64,9 @@ def train(
     eval_file: Annotated[
         Path | None, typer.Option(help="with --train-file: texts to score on [default: the validation split]")
     ] = None,
-    text_column: Annotated[str, typer.Option(help="column of the text")] = "text",
-    pair_column: Annotated[str | None, typer.Option(help="column of the second text, for pairs")] = None,
-    label_column: Annotated[str, typer.Option(help="column of the label, of any type")] = "label",
+    text_column: TextColumn = "text",
+    pair_column: PairColumn = None,
+    label_column: LabelColumn = "label",
     metric: Annotated[Literal["accuracy", "f1", "matthews"], typer.Option(help="what scores are in")] = "accuracy",
     calibration_size: Annotated[
         int | None, typer.Option(help="texts held out to certify [default: the task's, or 20 %, at most 2000]")
@@ -74,7 +80,7 @@ def train(
     ] = "minilm-l6",
     method: Annotated[MethodName, typer.Option(help="how the exits are trained")] = "acl-cl",
     head: Annotated[HeadName, typer.Option(help="what each exit reads")] = "peek",
-    exit_layers: Annotated[
+    exits: Annotated[
         str | None, typer.Option(help="exits after these many whole layers, as 0,1,2,4 [default: after every layer]")
     ] = None,
     last_head: Annotated[
@@ -92,6 +98,10 @@ def train(
     early_stop: Annotated[
         int | None, typer.Option(help="stop after so many epochs without a better validation score")
     ] = None,
+    keep: Annotated[
+        Literal["best", "last"],
+        typer.Option(help="which epoch comes out: the best on the validation split, or the last"),
+    ] = "best",
     seed: Annotated[int, typer.Option(help="of the splits, the heads, the order and dropout")] = 0,
     mixed_precision: Annotated[Literal["no", "bf16"], typer.Option(help="arithmetic of training")] = "no",
     threads: Annotated[int | None, typer.Option(help="CPU threads [default: torch's choice]", min=1)] = None,
@@ -116,7 +126,7 @@ def train(
         import torch
 
         torch.set_num_threads(int(values["threads"]))
-    with _progress(settings) as observer:
+    with _progress(settings.training.epochs) as observer:
         try:
             bundle = pipeline.run(settings, output, resume=resume, observer=observer)
         except pipeline.PipelineError as error:
@@ -129,7 +139,8 @@ def export(
     run: Annotated[Path, typer.Argument(help="folder of a finished offramp train")],
     output: Annotated[Path, typer.Option(help="where the bundle goes")],
     exits: Annotated[
-        str | None, typer.Option(help="keep the exits of these numbers, as 2,4,6; layers between are merged")
+        str | None,
+        typer.Option(help="keep the exits after these many whole layers, as 2,4,6; layers between are merged"),
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="print a summary as JSON at the end")] = False,
 ) -> None:
@@ -137,7 +148,7 @@ def export(
     from training import pipeline
 
     keep = None if exits is None else _numbers("exits", exits)
-    with _progress(pipeline.read_run(run)) as observer:
+    with _progress() as observer:
         bundle = pipeline.export_run(run, keep, output, observer=observer)
     _tell(bundle.path, as_json=as_json)
 
@@ -146,19 +157,21 @@ def export(
 def evaluate(
     bundle: Annotated[Path, typer.Argument(help="a bundle folder")],
     file: Annotated[Path, typer.Option(help="labelled texts: .csv, .tsv or .jsonl")],
-    text_column: Annotated[str, typer.Option(help="column of the text")] = "text",
-    pair_column: Annotated[str | None, typer.Option(help="column of the second text, for pairs")] = None,
-    label_column: Annotated[str, typer.Option(help="column of the label")] = "label",
-    label_map: Annotated[
-        str | None, typer.Option(help="labels of the file in the bundle's words, as 0=negative,1=positive")
-    ] = None,
+    text_column: TextColumn = "text",
+    pair_column: PairColumn = None,
+    label_column: LabelColumn = "label",
+    label_map: LabelMap = None,
     as_json: Annotated[bool, typer.Option("--json", help="print everything as JSON")] = False,
 ) -> None:
     """Score every exit and every certified tier of a bundle on labelled texts, per precision."""
+    from models.bundle import Bundle
     from training.evaluate import evaluate_bundle
 
     table = _labelled(file, text_column, label_column, pair_column, label_map)
-    summary = evaluate_bundle(bundle, table)
+    loaded = Bundle.load(bundle)
+    with _progress() as observer:
+        observer.stage("run the graphs", len(table) * len(loaded.manifest.precisions))
+        summary = evaluate_bundle(loaded, table, progress=observer.advance)
     typer.echo(json.dumps(summary, indent=1) if as_json else _evaluation_in_words(summary))
 
 
@@ -166,12 +179,10 @@ def evaluate(
 def calibrate(
     bundle: Annotated[Path, typer.Argument(help="a bundle folder; it is replaced when all went well")],
     file: Annotated[Path, typer.Option(help="labelled texts that training never saw: .csv, .tsv or .jsonl")],
-    text_column: Annotated[str, typer.Option(help="column of the text")] = "text",
-    pair_column: Annotated[str | None, typer.Option(help="column of the second text, for pairs")] = None,
-    label_column: Annotated[str, typer.Option(help="column of the label")] = "label",
-    label_map: Annotated[
-        str | None, typer.Option(help="labels of the file in the bundle's words, as 0=negative,1=positive")
-    ] = None,
+    text_column: TextColumn = "text",
+    pair_column: PairColumn = None,
+    label_column: LabelColumn = "label",
+    label_map: LabelMap = None,
     validation_share: Annotated[
         float, typer.Option(help="share that fits temperatures and picks the criterion; the rest certifies")
     ] = 0.25,
@@ -183,7 +194,10 @@ def calibrate(
     from training.pipeline import recalibrate
 
     table = _labelled(file, text_column, label_column, pair_column, label_map)
-    made = recalibrate(bundle, table, output or bundle, validation_share=validation_share, seed=seed)
+    with _progress() as observer:
+        made = recalibrate(
+            bundle, table, output or bundle, validation_share=validation_share, seed=seed, observer=observer
+        )
     _tell(made.path, as_json=as_json)
 
 
@@ -248,7 +262,7 @@ def _settings(values: Mapping[str, Any], output: Path) -> "RunSettings":
     precisions = tuple(p.strip() for p in values["precisions"].split(","))
     if not precisions or len(set(precisions)) != len(precisions) or not set(precisions) <= set(known):
         raise UsageError(f"--precisions must be of {', '.join(known)}, each once, not {values['precisions']!r}")
-    layers = values["exit_layers"]
+    layers = values["exits"]
     for size in ("calibration_size", "validation_size", "examples"):
         if values[size] is not None and values[size] < 1:
             raise UsageError(f"--{size.replace('_', '-')} must be at least 1, not {values[size]}")
@@ -277,11 +291,12 @@ def _settings(values: Mapping[str, Any], output: Path) -> "RunSettings":
                 angle_every=values["angle_every"],
                 seed=values["seed"],
                 stop_after=values["early_stop"],
+                keep=values["keep"],
                 mixed_precision=values["mixed_precision"],
             ),
             backbone=values["backbone"],
             head=values["head"],
-            exit_layers=None if layers is None else tuple(_numbers("exit-layers", layers)),
+            exit_layers=None if layers is None else tuple(_numbers("exits", layers)),
             last_head=values["last_head"],
             max_length=values["max_length"],
             precisions=precisions,
@@ -311,7 +326,7 @@ def _labelled(file: Path, text: str, label: str, pair: str | None, label_map: st
 
 
 @contextmanager
-def _progress(settings: "RunSettings") -> "Iterator[Observer]":
+def _progress(epochs: int = 0) -> "Iterator[Observer]":
     """Bars on stderr: loss, angle and examples/s while training, texts while the graphs run."""
     from rich.console import Console
     from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeElapsedColumn, TimeRemainingColumn
@@ -346,7 +361,7 @@ def _progress(settings: "RunSettings") -> "Iterator[Observer]":
         def epoch(report: EpochReport) -> None:
             exits = " ".join(f"{100 * value:.1f}" for value in report.per_exit.values())
             best = ", best so far" if report.best else ""
-            bars.console.print(f"epoch {report.epoch} of {settings.training.epochs}: validation per exit {exits}{best}")
+            bars.console.print(f"epoch {report.epoch} of {epochs}: validation per exit {exits}{best}")
 
         def advance(texts: int) -> None:
             bars.advance(current[-1], texts)

@@ -48,7 +48,7 @@ class Table:
 @dataclass(frozen=True, slots=True)
 class Splits:
     """Disjoint parts: ``train`` fits weights, ``validation`` picks the model, temperatures and criterion,
-    ``calibration`` certifies and is used for nothing else. ``labels`` in class order."""
+    ``calibration`` certifies; beyond that it only picks the precision served by default. ``labels`` in class order."""
 
     train: tuple[Example, ...]
     validation: tuple[Example, ...]

@@ -14,9 +14,19 @@ def accuracy(predicted: Ints, labels: Ints) -> float:
 
 
 def f1(predicted: Ints, labels: Ints) -> float:
-    """F1 of class 1, as GLUE counts it for MRPC and QQP; 0 where class 1 is neither predicted nor there."""
-    right = float(np.sum((predicted == 1) & (labels == 1)))
-    wrong = float(np.sum((predicted == 1) != (labels == 1)))
+    """F1 of class 1 where the labels hold two classes, as GLUE counts it for MRPC and QQP; else the mean over classes.
+
+    0 for a class that is neither predicted nor there.
+    """
+    classes = int(labels.max()) + 1
+    if classes <= 2:
+        return _f1_of(1, predicted, labels)
+    return float(np.mean([_f1_of(c, predicted, labels) for c in range(classes)]))
+
+
+def _f1_of(which: int, predicted: Ints, labels: Ints) -> float:
+    right = float(np.sum((predicted == which) & (labels == which)))
+    wrong = float(np.sum((predicted == which) != (labels == which)))
     return 2 * right / (2 * right + wrong) if right else 0.0
 
 

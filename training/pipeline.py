@@ -44,7 +44,7 @@ from training.data import (
 )
 from training.evaluate import Measured, curve, exit_scores, measure, run_graphs
 from training.export import export_graphs, select_exits
-from training.report import PLOT_NAME, bundle_plot, model_card
+from training.report import PLOT_NAME, VALIDATION_SPLIT, bundle_plot, model_card
 from training.trainer import EpochReport, StepReport, TrainingSettings, train
 
 # int8 is what a bundle serves by default where no exit loses more than this share of the metric against fp32.
@@ -179,7 +179,7 @@ def prepare(settings: DataSettings, seed: int) -> Prepared:
     parts = split(
         table,
         calibration=_size(settings.calibration_size, min(2000, size // 5)),
-        validation=_size(settings.validation_size, min(1000, size // 10)),
+        validation=_size(settings.validation_size, min(1000, max(2, size // 10))),
         seed=seed,
         grouping=same_text,
     )
@@ -220,13 +220,14 @@ def _size(asked: int | None, default: int) -> int:
 def _prepared(
     parts: Splits, evaluation: Table | None, settings: DataSettings, seed: int, source: str, metric: str
 ) -> Prepared:
-    if not parts.calibration or not parts.validation:
-        raise PipelineError("calibration_size and validation_size must leave at least one text in each split")
+    # Two: one half of the validation split judges the temperatures of the other.
+    if not parts.calibration or len(parts.validation) < 2:
+        raise PipelineError("calibration_size must be at least 1 text and validation_size at least 2")
     if evaluation is not None:
         check_labels(evaluation.examples, parts.labels, evaluation.source)
     if settings.examples is not None:
         parts = replace(parts, train=subset(parts.train, settings.examples, seed))
-    name = "validation split" if evaluation is None else Path(evaluation.source).name
+    name = VALIDATION_SPLIT if evaluation is None else Path(evaluation.source).name
     return Prepared(
         splits=parts,
         evaluation=parts.validation if evaluation is None else evaluation.examples,
@@ -314,21 +315,26 @@ def fit(
     return network, backbone.tokenizer_json, seconds
 
 
-def export_run(folder: Path, exits: Sequence[int] | None, target: Path, *, observer: Observer = Observer()) -> Bundle:
-    """Makes a bundle at ``target`` from the finished run in ``folder``, keeping only the ``exits`` of these numbers.
+def export_run(folder: Path, layers: Sequence[int] | None, target: Path, *, observer: Observer = Observer()) -> Bundle:
+    """Makes a bundle at ``target`` from the finished run in ``folder``, keeping only the exits after ``layers`` layers.
 
     Fewer exits are calibrated anew, on the same splits. Raises :class:`PipelineError` for a run that is not finished.
     """
     settings = read_run(folder)
-    best = folder / "training" / "best"
-    if not (best / "network.safetensors").exists() or not (folder / "tokenizer.json").exists():
+    kept = folder / "training" / "kept"
+    if not (kept / "network.safetensors").exists() or not (folder / "tokenizer.json").exists():
         raise PipelineError(f"{folder}: no finished training in it; go on with offramp train --resume")
-    network = MultiExitNetwork.load(best)
+    network = MultiExitNetwork.load(kept)
     architecture, weights = network.architecture, network.numpy_weights()
-    if exits is not None:
-        architecture, weights = select_exits(architecture, weights, exits)
+    if layers is not None:
+        numbers = {e.after_layer: e.number for e in architecture.exits}
+        if unknown := [layer for layer in layers if layer not in numbers]:
+            raise PipelineError(
+                f"{folder}: no exit after layer {unknown[0]}; there are exits after {', '.join(map(str, numbers))}"
+            )
+        architecture, weights = select_exits(architecture, weights, [numbers[layer] for layer in layers])
     prepared = prepare(settings.data, settings.training.seed)
-    provenance = {**_provenance(settings, prepared, None), "exits_kept": list(exits) if exits else "all"}
+    provenance = {**_provenance(settings, prepared, None), "exits_kept_after_layers": list(layers) if layers else "all"}
     tokenizer_json = (folder / "tokenizer.json").read_text(encoding="utf-8")
     return make_bundle(architecture, weights, tokenizer_json, prepared, settings, provenance, target, observer=observer)
 
@@ -425,9 +431,11 @@ def recalibrate(
 ) -> Bundle:
     """Calibrates a bundle on other labelled texts (the traffic it meets) and writes it at ``target``.
 
-    The texts are split by group (:func:`training.data.same_text`): ``validation_share`` of them fits temperatures and
-    picks the criterion, the rest certifies. Graphs, tokenizer and the scores of each exit stay as they are.
-    Raises :class:`PipelineError` for a share that leaves one side without a text.
+    ``validation_share`` of the rows, drawn at random, fits temperatures and picks the criterion, the rest certifies.
+    Row by row, though one text may then stand on both sides: rows are taken as independent draws from the traffic, and
+    kept together a text that makes up a third of it would be missing from the certificate, or be all that it knows.
+    Graphs, tokenizer and the scores of each exit stay as they are. Raises :class:`PipelineError` for a share that
+    leaves fewer than two rows to validate on, or none to certify on.
     """
     if not 0 < validation_share < 1:
         raise PipelineError(f"validation_share must lie between 0 and 1, not {validation_share:g}")
@@ -437,14 +445,10 @@ def recalibrate(
     if manifest.takes_pairs != (table.examples[0].pair is not None):
         needed = "a pair column" if manifest.takes_pairs else "no pair column"
         raise PipelineError(f"{bundle_path}: this bundle needs {needed}")
-    groups = [owner for (owner,) in same_text(table.examples)]
-    order = np.random.default_rng(seed).permutation(max(groups) + 1)
-    first = set(order[: round(len(order) * validation_share)].tolist())
-    parts = [
-        tuple(e for e, group in zip(table.examples, groups, strict=True) if (group in first) == is_first)
-        for is_first in (True, False)
-    ]
-    if not all(parts):
+    order = np.random.default_rng(seed).permutation(len(table)).tolist()
+    cut = round(len(order) * validation_share)
+    parts = [tuple(table.examples[row] for row in rows) for rows in (order[:cut], order[cut:])]
+    if len(parts[0]) < 2 or not parts[1]:
         raise PipelineError(f"{table.source}: {len(table)} rows are too few to split by {validation_share:g}")
     validation, risk = (tokenize(part, manifest.labels, bundle.encoder) for part in parts)
     graphs = {

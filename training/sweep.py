@@ -81,7 +81,8 @@ def run_cell(
         network, data[0], data[1], chosen, folder / cell.name, resume=True, on_step=on_step, on_epoch=on_epoch
     )
     seconds = time.monotonic() - start
-    scores = exit_metrics(network, data[2], settings.metric)
+    # Settings are chosen by the validation scores; those on the evaluation file are only reported.
+    validated, scores = (exit_metrics(network, part, settings.metric) for part in data[1:])
     tokens = round(float(np.mean([len(t) for t in data[2].texts])))
     costs = exit_costs(network.architecture, tokens)
     with (folder / cell.name / "epochs.csv").open(encoding="utf-8") as stream:
@@ -92,7 +93,13 @@ def run_cell(
         "settings": asdict(chosen),
         "metric": settings.metric,
         "exits": [
-            {"number": e.number, "after_layer": e.after_layer, "cost": round(float(c), 4), "score": scores[e.number]}
+            {
+                "number": e.number,
+                "after_layer": e.after_layer,
+                "cost": round(float(c), 4),
+                "validation_score": validated[e.number],
+                "score": scores[e.number],
+            }
             for e, c in zip(network.architecture.exits, costs, strict=True)
         ],
         "angle_by_epoch": [_number(e["mean_angle"]) for e in epochs],

@@ -31,6 +31,7 @@ class TrainingError(Exception):
 
 
 Precision = Literal["no", "bf16"]
+Kept = Literal["best", "last"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,6 +57,7 @@ class TrainingSettings:
     metric: str = "accuracy"
     seed: int = 0
     stop_after: int | None = None
+    keep: Kept = "best"
     mixed_precision: Precision = "no"
     checkpoint_minutes: float = 5.0
 
@@ -65,7 +67,11 @@ class TrainingSettings:
         for name, low in (("epochs", 1), ("batch_size", 2), ("angle_every", 1)):
             if getattr(self, name) < low:
                 raise ValueError(f"{name} must be at least {low}, not {getattr(self, name)}")
-        for name, choices in (("metric", tuple(METRICS)), ("mixed_precision", get_args(Precision))):
+        for name, choices in (
+            ("metric", tuple(METRICS)),
+            ("mixed_precision", get_args(Precision)),
+            ("keep", get_args(Kept)),
+        ):
             if getattr(self, name) not in choices:
                 raise ValueError(f"{name} must be one of {', '.join(choices)}, not {getattr(self, name)!r}")
         for name in ("head_learning_rate_factor", "max_gradient_norm"):
@@ -179,9 +185,10 @@ def train(
     on_step: Callable[[StepReport], None] = lambda report: None,
     on_epoch: Callable[[EpochReport], None] = lambda report: None,
 ) -> MultiExitNetwork:
-    """Trains ``network`` and returns it with the weights of its best epoch (mean metric over the trained exits).
+    """Trains ``network`` and returns it with the weights of its best epoch (mean metric over the trained exits), or of
+    its last (``settings.keep``).
 
-    Writes into ``folder``: ``checkpoint.pt`` (removed at the end), ``best/`` (safetensors), ``steps.csv`` (loss, angle
+    Writes into ``folder``: ``checkpoint.pt`` (removed at the end), ``kept/`` (safetensors), ``steps.csv`` (loss, angle
     per step), ``epochs.csv``, and at the end ``done.json``. With ``resume`` it goes on from the checkpoint, and ends
     with the same weights as a run that was never stopped (same machine and thread count); a run that is done is not
     repeated. Without it, what an earlier run left there is removed. Raises :class:`TrainingError` for a run of other
@@ -208,7 +215,7 @@ def train(
     identity = _identity(settings, network, training_data, validation_data)
     if resume and done.exists():
         _require_same(done, json.loads(done.read_text(encoding="utf-8")), identity)
-        return _best(network, folder)
+        return _kept(network, folder)
     if resume and checkpoint.exists():
         progress = _restore(checkpoint, identity, network, optimizer, schedule)
         _trim_log(folder / "steps.csv", progress.step)
@@ -216,7 +223,7 @@ def train(
         # A later resume must find this run's files or none.
         for stale in (done, checkpoint, folder / "steps.csv", folder / "epochs.csv"):
             stale.unlink(missing_ok=True)
-        shutil.rmtree(folder / "best", ignore_errors=True)
+        shutil.rmtree(folder / "kept", ignore_errors=True)
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
     only = trained_exits(settings.method, network)
     network.train()
@@ -264,8 +271,8 @@ def train(
                     _save(checkpoint, identity, progress, network, optimizer, schedule)
                     saved_at = time.monotonic()
             report = _end_epoch(network, validation_data, settings, only, progress)
-            if report.best:
-                _replace_folder(folder / "best", network.save)
+            if report.best or settings.keep == "last":
+                _replace_folder(folder / "kept", network.save)
             progress.epoch, progress.batch, progress.angles = epoch + 1, 0, []
             log.flush()
             _log_epoch(folder / "epochs.csv", report)
@@ -274,11 +281,11 @@ def train(
             on_epoch(report)
     _replace_text(done, json.dumps(identity, indent=1) + "\n")
     checkpoint.unlink(missing_ok=True)
-    return _best(network, folder)
+    return _kept(network, folder)
 
 
-def _best(network: MultiExitNetwork, folder: Path) -> MultiExitNetwork:
-    network.load_state_dict(MultiExitNetwork.load(folder / "best").state_dict())
+def _kept(network: MultiExitNetwork, folder: Path) -> MultiExitNetwork:
+    network.load_state_dict(MultiExitNetwork.load(folder / "kept").state_dict())
     return network.eval()
 
 

@@ -14,6 +14,8 @@ from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import Response
 
+from server.config import MOST_INPUTS
+
 TYPES = {
     400: "malformed",
     401: "unauthorized",
@@ -29,6 +31,7 @@ TYPES = {
 }
 # A body can hold hundreds of thousands of unknown fields, and pydantic takes 10 microseconds to list each.
 MAX_ERRORS = 100
+_SURROGATE = re.compile("[\ud800-\udfff]")
 _FIELD_NAME = re.compile(r"[A-Za-z][A-Za-z0-9_]{0,31}")
 
 
@@ -69,6 +72,8 @@ def from_validation(error: ValidationError, body: bytes) -> ApiError:
     if first["type"] == "json_invalid":
         return _from_json(first["msg"].removeprefix("Invalid JSON: "), body)
     param = path_of(first["loc"])
+    if first["type"] == "too_long":
+        return ApiError(413, f"a list of more than {MOST_INPUTS} texts", param)
     if first["type"] == "extra_forbidden":
         return invalid("no such field; unknown fields are refused so that a typing error never goes unnoticed", param)
     if first["type"] == "missing":
@@ -120,14 +125,14 @@ def _from_json(problem: str, body: bytes) -> ApiError:
 def _lone_surrogate(value: Any, path: tuple[int | str, ...]) -> tuple[int | str, ...] | None:
     """Where in a parsed document a string with a lone surrogate is, or ``None``."""
     if isinstance(value, str):
-        return path if any("\ud800" <= character <= "\udfff" for character in value) else None
+        return path if _SURROGATE.search(value) else None
     children: Any = ()
     if isinstance(value, list):
         children = enumerate(value)
     elif isinstance(value, dict):
         children = value.items()
     for key, child in children:
-        if isinstance(key, str) and _lone_surrogate(key, ()) is not None:
+        if isinstance(key, str) and _SURROGATE.search(key):
             return (*path, "(unknown)")
         found = _lone_surrogate(child, (*path, key))
         if found is not None:

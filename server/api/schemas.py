@@ -6,6 +6,7 @@ from typing import Annotated, Any, Literal, Self
 from pydantic import BaseModel, ConfigDict, Discriminator, Field, Tag, model_validator
 
 from models.exits import Criterion, Reason
+from server.config import MOST_INPUTS
 
 
 class _Strict(BaseModel):
@@ -41,7 +42,7 @@ _Inputs = Annotated[
     Annotated[str, Tag("=text")]
     | Annotated[TextPair, Tag("=pair")]
     # To the first wrong element only: a body of 2 MB holds 700,000, and to list all held the loop for a minute.
-    | Annotated[list[_Element], Field(min_length=1, fail_fast=True), Tag("=list")],
+    | Annotated[list[_Element], Field(min_length=1, max_length=MOST_INPUTS, fail_fast=True), Tag("=list")],
     Discriminator(
         _kind_of_inputs,
         custom_error_type="input_type",

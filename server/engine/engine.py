@@ -12,12 +12,12 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Protocol
 
 import numpy as np
 
-from models.exits import Policy, agree, decide, judge
+from models.exits import Policy, Reason, agree, decide, judge
 from models.tokenization import Encoded, TextEncoder
 from server.engine.request import Answer, Batch, Failure, Item, Outcome, Reading, Submission, Text
 from server.engine.runner import SegmentRunner
@@ -233,12 +233,13 @@ class Engine:
             self._idle.set()
 
     def _settle(self, outcomes: Sequence[tuple[Item, Outcome]]) -> None:
-        for item, outcome in outcomes:
-            if item.done:
-                continue
+        fresh = [(item, outcome) for item, outcome in outcomes if not item.done]
+        for item, outcome in fresh:
             item.done = True
             self._release(1)
             item.submission.settle(item.index, outcome)
+        # Only now: whatever an observer raises, every text has its outcome.
+        for _, outcome in fresh:
             if isinstance(outcome, Answer):
                 self._observer.answered(outcome)
             else:
@@ -248,7 +249,16 @@ class Engine:
         """The deadline of ``items`` is here: whoever has passed an exit is answered from the latest one."""
         late = [item for item in items if not item.done]
         self._forget(late)
-        self._settle([(item, item.answer("deadline") if item.readings else Failure("deadline")) for item in late])
+        self._settle([(item, self._at_deadline(item)) for item in late])
+
+    def _at_deadline(self, item: Item) -> Outcome:
+        # Once: a worker that runs a segment of it may add a reading meanwhile.
+        readings = tuple(item.readings)
+        if not readings:
+            return Failure("deadline")
+        # The last exit's answer, already on its way here, was not cut short.
+        reason: Reason = "final" if readings[-1].exit == self._last_exit else "deadline"
+        return replace(item.answer(reason), readings=readings)
 
     def _abandon(self, items: Sequence[Item]) -> None:
         """Nobody waits for ``items`` any more (none of them where all were settled)."""

@@ -115,7 +115,9 @@ async def test_the_openapi_document_names_schemas_errors_and_examples(tiny_bundl
         # Every example is a request that this server answers, but for the one that needs a model of pairs.
         answered = 0
         for name, example in body["examples"].items():
-            response = await served.client.post("/classify", json=example["value"])
+            # 25 ms may be too few on a busy machine.
+            patience = {"deadline_ms": 60_000} if "deadline_ms" in example["value"] else {}
+            response = await served.client.post("/classify", json=example["value"] | patience)
             answered += response.status_code == 200
             assert response.status_code == 200 or "pairs" in name
         assert answered >= 4

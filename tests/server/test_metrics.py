@@ -152,7 +152,7 @@ async def test_a_missed_deadline_is_504_and_counted(tiny_bundle: Bundle) -> None
 async def test_an_answer_at_the_deadline_carries_no_promise(tiny_bundle: Bundle) -> None:
     async with serving(tiny_bundle, workers=1) as served:
         release = _block(served, segment=2)
-        (result,) = await served.results("a good film", quality=1.0, deadline_ms=300)
+        (result,) = await served.results("a good film", quality=1.0, deadline_ms=2000)
         release.set()
         assert (result["exit"]["number"], result["exit"]["reason"]) == (1, "deadline")
         assert result["exit"]["tier"] is None

@@ -86,7 +86,7 @@ class Process:
 
     def status(self) -> int:
         """The exit status, once it has ended."""
-        status = self._process.wait(60)
+        status = self._process.wait(180)
         self._reader.join(10)
         return status
 

@@ -289,8 +289,18 @@ def test_tiers_are_the_counts_of_the_risk_split_at_their_threshold(
         chosen = first_exit(logits, precision.temperatures, Policy(tier.criterion, tier.threshold))
         answers = logits[chosen, np.arange(1300)].argmax(axis=-1)
         assert tier.disagreements == (answers != logits[-1].argmax(axis=-1)).sum()
-        assert tier.p_value <= 0.05 / len(QUALITIES)
         assert tier.n == 1300
+
+
+def test_delta_covers_the_tiers_of_all_precisions_together(
+    calibration: Calibration, splits: dict[str, tuple[np.ndarray, Split]]
+) -> None:
+    tiers = [tier for precision in calibration.precisions.values() for tier in precision.certified]
+    assert all(tier.p_value <= 0.05 / (2 * len(QUALITIES)) for tier in tiers)
+    alone = calibrate_precision(logits_of(splits), SHAPE, **labels_of(splits), delta=0.05 / 2, points=40)
+    two = {p: logits_of(splits) for p in ("fp32", "int8")}
+    both = calibrate(two, SHAPE, **labels_of(splits), data_sha256="ab" * 32, points=40)
+    assert both.precisions["fp32"] == both.precisions["int8"] == alone
 
 
 def test_a_lower_quality_is_never_slower(calibration: Calibration) -> None:

@@ -63,7 +63,7 @@ def test_labels_in_other_words_are_mapped(trained: Path, capsys: pytest.CaptureF
 
 
 def test_export_keeps_the_exits_asked_for(trained: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert run(["export", str(trained), "--exits", "1,3", "--output", str(tmp_path / "two")]) == 0
+    assert run(["export", str(trained), "--exits", "0,2", "--output", str(tmp_path / "two")]) == 0
     assert len(Bundle.load(tmp_path / "two").manifest.architecture.exits) == 2
     capsys.readouterr()
     assert run(["export", str(trained), "--exits", "1,9", "--output", str(tmp_path / "none")]) != 0
@@ -81,7 +81,7 @@ def test_calibrate_replaces_the_bundle_or_writes_another(trained: Path, tmp_path
 def test_a_recipe_gives_options_and_flags_win(backbone: Path, tmp_path: Path) -> None:
     recipe = tmp_path / "recipe.yaml"
     recipe.write_text(
-        f"backbone: {backbone}\nmethod: jt\nhead: mean\nexit_layers: [1, 3]\nepochs: 5\nbatch-size: 16\n"
+        f"backbone: {backbone}\nmethod: jt\nhead: mean\nexits: [1, 3]\nepochs: 5\nbatch-size: 16\n"
         "learning_rate: 3e-3\nprecisions: fp32\n",
         encoding="utf-8",
     )
@@ -122,8 +122,8 @@ def test_a_bad_recipe_is_named(recipe: str, message: str, tmp_path: Path, capsys
         (["--epochs", "0"], "epochs must be at least 1"),
         (["--learning-rate", "7"], "learning_rate must lie between"),
         (["--precisions", "int4"], "--precisions must be of fp32, int8"),
-        (["--exit-layers", "1,x"], "--exit-layers must be whole numbers"),
-        (["--exit-layers", "2,1"], "exit layers must ascend"),
+        (["--exits", "1,x"], "--exits must be whole numbers"),
+        (["--exits", "2,1"], "exit layers must ascend"),
         (["--contrast-temperature", "0"], "contrast temperature must be above 0"),
         (["--text-column", "texts"], "no column 'texts'; it has 'text', 'label'"),
         (["--calibration-size", "0"], "--calibration-size must be at least 1"),

@@ -73,3 +73,9 @@ def test_a_metric_is_found_by_name_and_an_unknown_one_names_those_there_are() ->
     assert metric_value("accuracy", predicted, labels) == 0.5
     with pytest.raises(ValueError, match="metric must be one of accuracy, f1, matthews, not 'bleu'"):
         metric_value("bleu", predicted, labels)
+
+
+def test_f1_of_more_than_two_classes_is_the_mean_over_classes() -> None:
+    predicted, labels = np.array([0, 0, 1, 2, 2, 2]), np.array([0, 1, 1, 2, 2, 0])
+    # Per class 2·right / (2·right + wrong): 2/4, 2/3, 4/5.
+    assert f1(predicted, labels) == pytest.approx((2 / 4 + 2 / 3 + 4 / 5) / 3)

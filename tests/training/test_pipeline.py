@@ -118,7 +118,7 @@ def test_a_folder_with_a_run_is_not_overwritten(backbone: Path, finished: Path) 
 
 def test_exporting_fewer_exits_merges_the_layers_between(finished: Path, tmp_path: Path) -> None:
     whole = Bundle.load(finished / "bundle")
-    fewer = pipeline.export_run(finished, [1, 3], tmp_path / "fewer")
+    fewer = pipeline.export_run(finished, [0, 2], tmp_path / "fewer")
     assert [e.after_layer for e in fewer.manifest.architecture.exits] == [0, 2]
     for precision in whole.manifest.precisions:
         scores = {b: b.manifest.scores[0].per_exit[precision] for b in (whole, fewer)}
@@ -140,6 +140,41 @@ def test_recalibration_changes_promises_and_keeps_graphs(finished: Path, tmp_pat
     assert made.calibration.data_sha256 != old.calibration.data_sha256
     assert made.calibration.n_risk + made.calibration.n_validation == 900
     assert made.manifest.provenance["calibrated_on"] == "traffic.csv"
+
+
+def test_a_text_that_makes_up_half_of_the_traffic_makes_up_half_of_what_certifies(
+    finished: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    certified_on: list[tuple[str, ...]] = []
+    hashed = pipeline._data_hash
+
+    def note(examples: Any) -> str:
+        certified_on.append(tuple(e.text for e in examples))
+        return hashed(examples)
+
+    monkeypatch.setattr(pipeline, "_data_hash", note)
+    path = write_texts(tmp_path / "traffic.csv", 200, seed=4)
+    with path.open("a", encoding="utf-8") as stream:
+        stream.write("w10 w11 w60,yes\n" * 200)
+    pipeline.recalibrate(finished / "bundle", read_table(path), tmp_path / "new", validation_share=0.5, seed=0)
+    (texts,) = certified_on
+    assert len(texts) == 200
+    assert 70 < texts.count("w10 w11 w60") < 130
+
+
+@pytest.mark.parametrize("share", [0.01, 0.99])
+def test_a_share_that_leaves_a_side_too_few_texts_is_refused(finished: Path, tmp_path: Path, share: float) -> None:
+    table = read_table(write_texts(tmp_path / "traffic.csv", 20))
+    with pytest.raises(PipelineError, match="20 rows are too few to split by"):
+        pipeline.recalibrate(finished / "bundle", table, tmp_path / "new", validation_share=share, seed=0)
+
+
+def test_the_smallest_file_still_leaves_two_texts_to_validate_on(tmp_path: Path) -> None:
+    prepared = pipeline.prepare(DataSettings(train_file=str(write_texts(tmp_path / "train.csv", 12))), seed=0)
+    assert len(prepared.splits.validation) == 2
+    one = DataSettings(train_file=str(tmp_path / "train.csv"), validation_size=1)
+    with pytest.raises(PipelineError, match="validation_size at least 2"):
+        pipeline.prepare(one, seed=0)
 
 
 def test_recalibration_names_the_row_of_a_label_that_training_did_not_see(finished: Path, tmp_path: Path) -> None:

@@ -11,7 +11,7 @@ from models.bundle import Calibration, PrecisionCalibration
 from tests.training.synthetic import architecture, draw
 from training.calibrate import Split, SplitLogits, calibrate
 from training.evaluate import curve, exit_scores, measure
-from training.report import bundle_plot, model_card
+from training.report import VALIDATION_SPLIT, bundle_plot, model_card
 
 
 @pytest.fixture(scope="module")
@@ -197,6 +197,16 @@ def test_the_card_shows_what_certified_thresholds_gave_on_the_evaluation_split(
         assert row[1] == f"{100 * point['agreement']:.2f} %"
         assert row[3] == f"{100 * point['metric'] / full:.1f} %"
         assert row[5] == f"{point['speedup']:.2f}×"
+
+
+def test_the_card_does_not_call_the_validation_split_untouched(
+    manifest: dict[str, Any], calibration: Calibration
+) -> None:
+    entry = with_curves(manifest["scores"][0], calibration)
+    assert "chose nothing by" in model_card({**manifest, "scores": [entry]}, calibration)
+    card = model_card({**manifest, "scores": [{**entry, "split": VALIDATION_SPLIT}]}, calibration)
+    assert "which also chose the epoch" in card
+    assert "chose nothing by" not in card
 
 
 def with_curves(entry: dict[str, Any], calibration: Calibration) -> dict[str, Any]:

@@ -33,11 +33,13 @@ def test_a_cell_scores_every_exit_on_the_evaluation_part(tmp_path: Path) -> None
     assert (result["method"], result["head"], result["seed"]) == ("jt", "peek", 3)
     assert (result["settings"]["method"], result["settings"]["seed"]) == ("jt", 3)
     assert (result["examples"], result["evaluated_on"]) == (80, 40)
-    evaluation = tokenize(PARTS[2], LABELS, TextEncoder(tiny_tokenizer("bert"), 16))
-    scores = exit_metrics(MultiExitNetwork.load(tmp_path / cell.name / "best"), evaluation, "accuracy")
+    validation, evaluation = (tokenize(p, LABELS, TextEncoder(tiny_tokenizer("bert"), 16)) for p in PARTS[1:])
+    network = MultiExitNetwork.load(tmp_path / cell.name / "kept")
+    validated, scores = (exit_metrics(network, part, "accuracy") for part in (validation, evaluation))
     costs = exit_costs(tiny_architecture("peek"), round(np.mean([len(t) for t in evaluation.texts])))
     assert [(e["number"], e["after_layer"]) for e in result["exits"]] == [(1, 0), (2, 1)]
     assert [e["score"] for e in result["exits"]] == [scores[1], scores[2]]
+    assert [e["validation_score"] for e in result["exits"]] == [validated[1], validated[2]]
     assert [e["cost"] for e in result["exits"]] == pytest.approx(costs, abs=1e-4)
     assert result["angle_by_epoch"] == result["conflicts_by_epoch"] == [None, None]
 
@@ -47,7 +49,7 @@ def test_a_cell_depends_on_its_seed_alone(tmp_path: Path) -> None:
     first = run(tmp_path / "a", Cell("acl-cl", "mean", 1), settings)
     run(tmp_path / "b", Cell("jt", "cls", 0), settings)
     again = run(tmp_path / "b", Cell("acl-cl", "mean", 1), settings)
-    weights = [(tmp_path / d / "acl-cl-mean-seed1/best/network.safetensors").read_bytes() for d in "ab"]
+    weights = [(tmp_path / d / "acl-cl-mean-seed1/kept/network.safetensors").read_bytes() for d in "ab"]
     assert weights[0] == weights[1]
     assert first["angle_by_epoch"] == again["angle_by_epoch"]
     assert 0 < first["angle_by_epoch"][0] < 180

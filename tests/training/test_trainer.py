@@ -75,7 +75,7 @@ def names(folder: Path) -> set[str]:
     return {p.name for p in folder.iterdir()}
 
 
-FINISHED = {"best", "done.json", "epochs.csv", "steps.csv"}
+FINISHED = {"kept", "done.json", "epochs.csv", "steps.csv"}
 
 
 # Learning.
@@ -241,8 +241,20 @@ def test_the_best_epoch_is_returned_not_the_last(tmp_path: Path, monkeypatch: py
     assert [s[:3] for s in seen] == [(1, 0.4, True), (2, 0.9, True), (3, 0.8, False)]
     assert all(torch.equal(seen[1][3][n], t) for n, t in weights(returned).items())
     assert not all(torch.equal(seen[2][3][n], t) for n, t in weights(returned).items())
-    assert same_weights(returned, MultiExitNetwork.load(tmp_path / "best"))
+    assert same_weights(returned, MultiExitNetwork.load(tmp_path / "kept"))
     assert [float(e["score"]) for e in log(tmp_path / "epochs.csv")] == [0.4, 0.9, 0.8]
+
+
+def test_the_last_epoch_is_returned_where_it_is_to_be_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    scripted_scores(monkeypatch, 0.4, 0.9, 0.8)
+    network, seen = toy_network(0), []
+    settings = replace(QUICK, keep="last")
+    returned = train(
+        network, TRAIN, VALIDATION, settings, tmp_path, on_epoch=lambda report: seen.append(weights(network))
+    )
+    assert all(torch.equal(seen[2][n], t) for n, t in weights(returned).items())
+    assert not all(torch.equal(seen[1][n], t) for n, t in weights(returned).items())
+    assert same_weights(returned, MultiExitNetwork.load(tmp_path / "kept"))
 
 
 def test_of_equal_epochs_the_first_is_best(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -283,7 +295,7 @@ def unbroken(tmp_path_factory: pytest.TempPathFactory) -> tuple[MultiExitNetwork
 
 def assert_same_run(network: MultiExitNetwork, folder: Path, unbroken: tuple[MultiExitNetwork, Path]) -> None:
     assert same_weights(network, unbroken[0])
-    for name in ("steps.csv", "epochs.csv", "best/network.safetensors"):
+    for name in ("steps.csv", "epochs.csv", "kept/network.safetensors"):
         assert (folder / name).read_bytes() == (unbroken[1] / name).read_bytes(), name
     assert names(folder) == FINISHED
 
@@ -461,7 +473,7 @@ def test_a_damaged_checkpoint_is_named(tmp_path: Path) -> None:
 def test_nothing_but_the_result_is_left_at_the_end(unbroken: tuple[MultiExitNetwork, Path]) -> None:
     _, folder = unbroken
     assert names(folder) == FINISHED
-    assert names(folder / "best") == {"network.safetensors", "architecture.json"}
+    assert names(folder / "kept") == {"network.safetensors", "architecture.json"}
     assert json.loads((folder / "done.json").read_text())["epochs"] == 3
     assert [r["step"] for r in log(folder / "steps.csv")] == [str(i) for i in range(1, 3 * STEPS + 1)]
     assert [r["epoch"] for r in log(folder / "epochs.csv")] == ["1", "2", "3"]
@@ -502,7 +514,7 @@ def test_a_learning_rate_far_too_high_is_reported_rather_than_saved(tmp_path: Pa
         network.embeddings.word.weight.mul_(1e38)
     with pytest.raises(TrainingError, match="the loss is"):
         train(network, TRAIN, VALIDATION, QUICK, tmp_path)
-    assert not (tmp_path / "best").exists()
+    assert not (tmp_path / "kept").exists()
 
 
 @pytest.mark.parametrize(

@@ -275,6 +275,26 @@ async def test_bad_requests_name_the_field(
     assert "\n" not in error["message"]
 
 
+@pytest.mark.parametrize(
+    ("inputs", "status", "param"),
+    [(["a"] * 5_000, 413, "inputs"), ([7] * 5_000, 422, "inputs[0]"), (["a"] * 4_000 + [7] * 20, 422, "inputs[4000]")],
+)
+async def test_a_list_is_refused_at_its_first_wrong_element_or_its_first_too_many(
+    served: Served, inputs: list[Any], status: int, param: str
+) -> None:
+    response = await served.classify(inputs)
+    assert (response.status_code, error_of(response)["param"]) == (status, param)
+    with pytest.raises(ValidationError) as caught:
+        ClassifyRequest.model_validate({"inputs": inputs})
+    assert caught.value.error_count() == 1
+
+
+async def test_thousands_of_unknown_fields_are_counted_and_not_listed(served: Served) -> None:
+    response = await served.classify("a", **{f"field{number}": 1 for number in range(2_000)})
+    assert response.status_code == 422
+    assert "2000 fields" in error_of(response)["message"]
+
+
 async def test_two_ways_to_choose_depth_are_both_named(served: Served) -> None:
     error = error_of(await served.classify("a", quality=0.99, threshold=0.9))
     assert "at most one" in error["message"]

@@ -173,6 +173,19 @@ async def test_newcomers_are_served_while_a_worker_is_busy(tiny_bundle: Bundle) 
         assert answered((await older)[0]).left.exit == 4
 
 
+async def test_work_for_two_wakes_two_workers(tiny_bundle: Bundle) -> None:
+    async with running(tiny_bundle, workers=2) as rig:
+        meeting = threading.Barrier(2, timeout=60)
+
+        def meet(segment: int) -> None:
+            meeting.wait()
+
+        rig.spy.before = meet
+        # Lengths that never share a batch: each worker takes one, and neither gets on without the other.
+        outcomes = await rig.ask("good", "good " * 40, policy=FIRST)
+        assert [answered(outcome).left.exit for outcome in outcomes] == [1, 1]
+
+
 @pytest.mark.parametrize("policy", [LAST, Policy("confidence", 0.9), Policy("entropy", 0.3), Policy("patience", 1)])
 async def test_company_changes_nothing(tiny_bundle: Bundle, policy: Policy) -> None:
     texts = some_texts(40, seed=7)
@@ -248,7 +261,7 @@ async def test_abandoned_texts_are_dropped_before_their_next_segment(tiny_bundle
 async def test_at_the_deadline_the_latest_exit_answers(tiny_bundle: Bundle) -> None:
     async with running(tiny_bundle) as rig:
         gate = Gate(rig, segment=3)
-        outcome = (await rig.ask("a good film", deadline_seconds=0.3))[0]
+        outcome = (await rig.ask("a good film", deadline_seconds=2.0))[0]
         gate.open()
         assert answered(outcome).reason == "deadline"
         assert answered(outcome).left.exit == 2
@@ -260,6 +273,33 @@ async def test_a_text_that_passed_no_exit_by_its_deadline_fails(tiny_bundle: Bun
         assert await rig.ask("a good film", deadline_seconds=0.05) == [Failure("deadline")]
         gate.open()
         assert rig.tally.failures == [Failure("deadline")]
+
+
+async def test_an_outcome_that_comes_too_late_counts_for_nothing(tiny_bundle: Bundle) -> None:
+    async with running(tiny_bundle, max_queue=1) as rig:
+        gate = Gate(rig, segment=1)
+        assert await rig.ask("a good film", policy=FIRST, deadline_seconds=0.05) == [Failure("deadline")]
+        gate.open()
+        assert answered((await rig.ask("a dull film", policy=FIRST))[0]).left.exit == 1
+        assert len(rig.tally.answers) == 1
+        assert rig.tally.failures == [Failure("deadline")]
+        # The late one did not give its place back a second time.
+        with pytest.raises(Overloaded):
+            await rig.ask("a", "b")
+
+
+async def test_an_answer_of_the_last_exit_is_final_even_if_the_deadline_overtakes_its_delivery(
+    tiny_bundle: Bundle,
+) -> None:
+    # Between reading the last exit and handing the answer over, the worker waits here until the deadline has passed.
+    delivered = threading.Event()
+
+    async with running(tiny_bundle) as rig:
+        rig.tally.segment_ran = lambda segment, texts, seconds: delivered.wait(30) if segment == 4 else None
+        outcome = (await rig.ask("a good film", deadline_seconds=0.3))[0]
+        delivered.set()
+        assert answered(outcome).left.exit == 4
+        assert answered(outcome).reason == "final"
 
 
 async def test_a_deadline_that_is_not_reached_changes_nothing(tiny_bundle: Bundle) -> None:
@@ -335,9 +375,10 @@ async def test_hundreds_at_once_are_each_answered_as_if_alone(tiny_bundle: Bundl
 
 
 async def test_closing_finishes_what_was_accepted_and_ends_the_workers(tiny_bundle: Bundle) -> None:
-    rig = Rig(tiny_bundle, workers=2)
+    rig, others = Rig(tiny_bundle, workers=2), set(threading.enumerate())
     await rig.engine.start()
-    before = threading.active_count()
+    workers = [t for t in threading.enumerate() if t not in others and t.name.startswith("offramp-worker")]
+    assert len(workers) == 2
     gate = Gate(rig, segment=2)
     asked = [asyncio.ensure_future(rig.ask(text)) for text in some_texts(50)]
     await gate.entered()
@@ -351,7 +392,7 @@ async def test_closing_finishes_what_was_accepted_and_ends_the_workers(tiny_bund
         assert answered(outcomes[0]).left.exit == 4
     await closing
     assert not rig.engine.healthy
-    assert threading.active_count() <= before - 2 + 1  # asyncio's own thread for joining may have been started
+    assert not any(worker.is_alive() for worker in workers)
 
 
 async def test_an_engine_that_never_started_refuses_and_closes(tiny_bundle: Bundle) -> None:
