@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, get_args, get_origin
 
 import typer
 
+from training.cli import UsageError
 from training.cli import commands as training_commands
 
 if TYPE_CHECKING:
@@ -30,12 +31,6 @@ app = typer.Typer(
     add_completion=False,
     rich_markup_mode=None,
 )
-
-
-class UsageError(typer.TyperException):
-    """Wrong usage that only a command's body can see."""
-
-    exit_code = 2
 
 
 def main() -> None:
@@ -263,9 +258,9 @@ def inspect_bundle(
 
 def shipped_bundle() -> Path:
     """The bundle that comes with the package."""
-    import models
+    from models.bundle import SHIPPED_BUNDLE
 
-    return Path(models.__path__[0]) / "zoo" / "sst2-minilm-l6"
+    return SHIPPED_BUNDLE
 
 
 def installed_runtimes() -> list[str]:

@@ -24,6 +24,8 @@ from models.exits import Criterion, Policy
 from models.tokenization import TextEncoder
 
 FORMAT_VERSION = 1
+# Served, classified and inspected with where no other is named.
+SHIPPED_BUNDLE = Path(__file__).resolve().parent / "zoo" / "sst2-minilm-l6"
 NAME_PATTERN = r"^[A-Za-z0-9][A-Za-z0-9._-]{0,127}$"
 """Names of models travel in URLs, metrics and file names."""
 _M = TypeVar("_M", bound=BaseModel)

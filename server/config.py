@@ -11,9 +11,7 @@ from typing import Annotated, Any, Literal, Self
 from pydantic import Field, ValidationError, field_validator, model_validator
 from pydantic_settings import BaseSettings, NoDecode, SettingsConfigDict
 
-from models.bundle import Precision
-
-SHIPPED_BUNDLE = Path(__file__).resolve().parent.parent / "models" / "zoo" / "sst2-minilm-l6"
+from models.bundle import SHIPPED_BUNDLE, Precision
 
 # No setting of max_inputs goes beyond it, so that a list can be refused at its first element too many: checking the
 # half million texts, or the million numbers in their place, that fit into 2 MB held up the event loop for seconds.

@@ -1,9 +1,9 @@
 """From what a request wishes (quality, speed, threshold) to the policy that its texts run under."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from models.bundle import PrecisionCalibration, Tier
-from models.exits import Policy
+from models.exits import Policy, full_depth
 from server.api.errors import ApiError, invalid
 from server.api.schemas import ClassifyRequest
 
@@ -38,7 +38,7 @@ def choose_depth(
     if tier is None:
         # 1.0 was asked for, or nothing was and the server's default cannot be promised here: the last exit, always.
         deepest = high if high is not None else exits
-        return Depth(Policy("confidence", 1.0, min_exit=deepest, max_exit=high), None if limited else 1.0)
+        return Depth(replace(full_depth(deepest), max_exit=high), None if limited else 1.0)
     # The certificate is for thresholds alone: other exits' answers were not counted when it was drawn up.
     voided = low > 1 or limited
     return Depth(Policy(tier.criterion, tier.threshold, low, high), None if voided else tier.quality)

@@ -4,7 +4,8 @@ from pathlib import Path
 
 import pytest
 
-from server.config import SHIPPED_BUNDLE, Settings, StartError, load_settings, unknown_variables
+from models.bundle import SHIPPED_BUNDLE
+from server.config import Settings, StartError, load_settings, unknown_variables
 
 
 def test_every_setting_says_what_it_means() -> None:
