@@ -9,8 +9,7 @@ common twin); normalised entropy, Xin et al. 2020 (DeeBERT) divided by log K; pa
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from enum import IntEnum
-from typing import Literal
+from typing import Any, Literal, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -22,6 +21,7 @@ Reason = Literal["confidence", "entropy", "patience", "final", "max_exit", "dead
 Floats = NDArray[np.float64]
 Ints = NDArray[np.int64]
 Bools = NDArray[np.bool_]
+IntOrInts = TypeVar("IntOrInts", int, NDArray[np.int64])
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,12 +73,10 @@ def softmax(logits: NDArray[np.floating], temperature: float | Floats = 1.0) -> 
 
 def normalised_entropy(probabilities: Floats) -> Floats:
     """Entropy ``[...]`` of ``probabilities [..., K]`` divided by log K: 0 is certain, 1 is uniform."""
-    classes = probabilities.shape[-1]
-    with np.errstate(divide="ignore", invalid="ignore"):
-        terms = np.where(probabilities > 0, probabilities * np.log(probabilities), 0.0)
-    terms = np.where(np.isnan(probabilities), np.nan, terms)
+    # 0 log 0 is 0: 0 times the logarithm of anything positive.
+    terms = probabilities * np.log(np.where(probabilities == 0, 1.0, probabilities))
     # Rounding can leave -1e-17 at a certain answer, or a hair over 1 at a uniform one.
-    return np.clip(-terms.sum(axis=-1) / np.log(classes), 0.0, 1.0)
+    return np.minimum(np.maximum(-terms.sum(axis=-1) / np.log(probabilities.shape[-1]), 0.0), 1.0)
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,65 +92,61 @@ class Verdict:
 
 
 def judge(logits: NDArray[np.floating], temperature: float | Floats = 1.0) -> Verdict:
-    """Turns an exit's ``logits [B, K]`` into a :class:`Verdict`."""
+    """Turns an exit's ``logits [B, K]`` into a :class:`Verdict`.
+
+    Once for every micro-batch, so its count of NumPy calls is its cost; rows that are not finite are the rare case.
+    """
     raw = np.asarray(logits, dtype=np.float64)
     finite = np.asarray(np.isfinite(raw).all(axis=-1))
-    probabilities = softmax(np.where(finite[..., None], raw, np.nan), temperature)
+    whole = bool(finite.all())
+    if not whole:
+        raw = np.where(finite[..., None], raw, 0.0)
+    probabilities = softmax(raw, temperature)
     # argmax of the logits, not of the probabilities: two probabilities can round to the same number.
-    labels = np.where(finite, np.argmax(np.where(finite[..., None], raw, 0.0), axis=-1), -1).astype(np.int64)
-    confidence = np.where(finite, probabilities.max(axis=-1, initial=0.0, where=~np.isnan(probabilities)), np.nan)
-    return Verdict(probabilities, labels, confidence, normalised_entropy(probabilities), finite)
+    labels = raw.argmax(axis=-1)
+    confidence, entropy = probabilities.max(axis=-1), normalised_entropy(probabilities)
+    if not whole:
+        probabilities[~finite] = confidence[~finite] = entropy[~finite] = np.nan
+        labels[~finite] = -1
+    return Verdict(probabilities, labels, confidence, entropy, finite)
 
 
-def agree(labels: Ints, previous_labels: Ints, streak: Ints) -> Ints:
-    """Patience counter ``[B]`` after this exit: one more where the label is the one of the exit before, else 0.
+def agree(labels: IntOrInts, previous_labels: IntOrInts, streak: IntOrInts) -> IntOrInts:
+    """Patience counter after this exit: one more where the label is the one of the exit before, else 0.
 
-    ``previous_labels`` is -1 before the first exit (and after an exit whose logits were not finite).
+    For one text, or for ``[B]`` of them. ``previous_labels`` is -1 before the first exit (and after an exit whose
+    logits were not finite).
     """
-    return np.where((labels == previous_labels) & (labels >= 0), streak + 1, 0).astype(np.int64)
+    return (streak + 1) * ((labels == previous_labels) & (labels >= 0))
 
 
-class _Code(IntEnum):
-    CONFIDENCE = 0
-    ENTROPY = 1
-    PATIENCE = 2
+def _met(criterion: Criterion, threshold: float, confidence: Any, entropy: Any, streak: Any) -> Any:
+    """The rule itself: whether ``criterion`` is met at ``threshold``, of one text or of an array of them.
 
-
-_CODES: dict[str, _Code] = {"confidence": _Code.CONFIDENCE, "entropy": _Code.ENTROPY, "patience": _Code.PATIENCE}
-
-
-def _met(code: Ints, threshold: Floats, confidence: Floats, entropy: Floats, streak: Ints, finite: Bools) -> Bools:
-    """The rule itself: whether a criterion (as ``code``) is met at ``threshold``. All arguments broadcast."""
-    with np.errstate(invalid="ignore"):
-        by_code = np.select(
-            [code == _Code.CONFIDENCE, code == _Code.ENTROPY],
-            [confidence >= threshold, entropy <= threshold],
-            default=streak >= threshold,
-        )
-    return np.asarray(by_code, dtype=np.bool_) & finite
-
-
-def sure(verdict: Verdict, streak: Ints, policies: Sequence[Policy]) -> Bools:
-    """Which rows ``[B]`` their own policy calls sure enough, min and max exit left aside. NaN is never sure."""
-    code = np.fromiter((_CODES[p.criterion] for p in policies), dtype=np.int64, count=len(policies))
-    threshold = np.fromiter((p.threshold for p in policies), dtype=np.float64, count=len(policies))
-    return _met(code, threshold, verdict.confidence, verdict.entropy, streak, verdict.finite)
+    Comparisons with NaN, the confidence and entropy of logits that are not finite, are false; their streak is 0.
+    """
+    if criterion == "confidence":
+        return confidence >= threshold
+    if criterion == "entropy":
+        return entropy <= threshold
+    return streak >= threshold
 
 
 def decide(
-    verdict: Verdict, streak: Ints, policies: Sequence[Policy], exit_number: int, last_exit: int
+    verdict: Verdict, streak: Sequence[int] | Ints, policies: Sequence[Policy], exit_number: int, last_exit: int
 ) -> list[Reason | None]:
     """For each row the reason to leave at ``exit_number``, or ``None`` to go on.
 
     ``final`` at the last exit; the criterion's own name where it is met at or after ``min_exit``; ``max_exit`` where
     only that limit ends the way. A ``min_exit`` beyond the last exit still leaves at the last one.
     """
-    met = sure(verdict, streak, policies)
+    if exit_number >= last_exit:
+        return ["final"] * len(policies)
     reasons: list[Reason | None] = []
-    for row, policy in enumerate(policies):
-        if exit_number >= last_exit:
-            reasons.append("final")
-        elif met[row] and exit_number >= policy.min_exit:
+    # Row by row on Python's own numbers: micro-batches are small, and mixed policies would take ten NumPy calls.
+    rows = zip(policies, verdict.confidence.tolist(), verdict.entropy.tolist(), streak, strict=True)
+    for policy, confidence, entropy, agreed in rows:
+        if exit_number >= policy.min_exit and _met(policy.criterion, policy.threshold, confidence, entropy, agreed):
             reasons.append(policy.criterion)
         elif policy.max_exit is not None and exit_number >= policy.max_exit:
             reasons.append("max_exit")
@@ -201,14 +195,7 @@ def leave_at(judged: Judged, policy: Policy) -> Ints:
     The offline twin of :func:`decide`, for calibration: the same rule, all exits and texts at once.
     """
     exits = judged.labels.shape[0]
-    leave = _met(
-        np.asarray(int(_CODES[policy.criterion])),
-        np.asarray(policy.threshold),
-        judged.confidence,
-        judged.entropy,
-        judged.streak,
-        judged.finite,
-    )
+    leave = _met(policy.criterion, policy.threshold, judged.confidence, judged.entropy, judged.streak)
     leave[: policy.min_exit - 1] = False
     if policy.max_exit is not None:
         leave[policy.max_exit - 1 :] = True

@@ -1,10 +1,12 @@
 """Runs segments: one ONNX Runtime session for each graph of a bundle.
 
-State crosses from segment to segment as NumPy arrays on the host, one slice for each text, so that survivors of
-different micro-batches can be regrouped.
+A micro-batch is packed: its texts lie side by side in one row of tokens, and ``attention_mask`` numbers them from 1
+(docs/decisions/0001). State crosses from segment to segment as NumPy arrays on the host, one slice of tokens for each
+text, so that survivors of different micro-batches are regrouped by joining their slices.
 """
 
 import importlib
+import itertools
 import logging
 import os
 from collections.abc import Sequence
@@ -35,16 +37,34 @@ class Work(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class SegmentOutput:
-    """``logits [B, K]``, and for each text the state that its next segment takes (empty after the last segment)."""
+    """What a segment says of B texts: ``logits [B, K]``, and the state that the next segment takes.
+
+    ``state`` holds ``[T, H]`` for each name, all texts' tokens side by side (nothing after the last segment); text i
+    has those from ``bounds[i]`` to ``bounds[i + 1]``.
+    """
 
     logits: NDArray[np.float32]
-    states: list[State]
+    state: State
+    bounds: Sequence[int]
+
+    def carry(self, rows: Sequence[int]) -> list[State]:
+        """The state of each of ``rows``, the texts that go on.
+
+        A slice keeps the arrays of all texts alive for as long as its text waits. So slices are handed out only where
+        at least half of the tokens go on; else copies, and whoever waits never holds more than twice what it needs.
+        """
+        places = [slice(self.bounds[row], self.bounds[row + 1]) for row in rows]
+        tokens = sum(place.stop - place.start for place in places)
+        if 2 * tokens < self.bounds[-1]:
+            return [tuple(array[place].copy() for array in self.state) for place in places]
+        return [tuple(array[place] for array in self.state) for place in places]
 
 
 class SegmentRunner(Protocol):
     """What the engine asks of a runner; called from several threads at once."""
 
-    def run(self, segment: int, items: Sequence[Work]) -> SegmentOutput: ...
+    def run(self, segment: int, items: Sequence[Work], *, lone: bool = False) -> SegmentOutput:
+        """Runs ``segment`` (1 = first) on ``items``; ``lone`` says that nothing else runs or waits to be run."""
 
 
 def load_onnxruntime() -> Any:
@@ -66,7 +86,11 @@ def load_onnxruntime() -> Any:
 
 
 class Runner:
-    """The sessions of one bundle and precision. ``run`` may be called from several threads at once."""
+    """The sessions of one bundle and precision. ``run`` may be called from several threads at once.
+
+    Under load every worker runs one thread. A text that has the machine to itself may run on more: those are a second
+    set of sessions (:meth:`widen`), since ONNX Runtime fixes the threads of a session when it opens.
+    """
 
     def __init__(self, bundle: Bundle, *, precision: Precision, device: str, threads: int) -> None:
         """Opens a session for every segment on ``device`` (``auto``, ``cpu``, ``cuda`` or ``cuda:<n>``), ``threads``
@@ -74,38 +98,53 @@ class Runner:
 
         Raises :class:`StartError` where a graph does not fit the manifest or ``cuda`` does not work.
         """
-        ort = load_onnxruntime()
+        self._ort = load_onnxruntime()
         self._architecture: Architecture = bundle.manifest.architecture
         self._labels = len(bundle.manifest.labels)
         self._largest_id = bundle.encoder.largest_id
         self._largest_type = bundle.encoder.largest_type_id(pair=bundle.manifest.takes_pairs)
         segments = range(1, len(self._architecture.exits) + 1)
         self._paths = [bundle.graph(segment, precision) for segment in segments]
+        self._outputs = [list(segment_io(self._architecture, segment)[1]) for segment in segments]
+        self._states = [state_names(self._architecture, segment) for segment in segments][:-1]
         self.device = device
         if device == "auto":
-            self.device = "cuda" if "CUDAExecutionProvider" in ort.get_available_providers() else "cpu"
+            self.device = "cuda" if "CUDAExecutionProvider" in self._ort.get_available_providers() else "cpu"
+        if self.device != "cpu" and hasattr(self._ort, "preload_dlls"):
+            # CUDA and cuDNN from NVIDIA's own packages, where they are not on the loader's path; says what it misses.
+            self._ort.preload_dlls()
         try:
-            self._sessions = [self._open(ort, bundle, precision, segment, threads) for segment in segments]
+            self._sessions = self._open_all(threads)
         except _NoCuda as error:
             if device != "auto":
                 raise StartError(f"device {device} was asked for, but CUDA does not work here: {error}") from None
             logger.warning("device auto: CUDA does not work here, taking the CPU: %s", error)
             self.device = "cpu"
-            self._sessions = [self._open(ort, bundle, precision, segment, threads) for segment in segments]
-        self._outputs = [list(segment_io(self._architecture, segment)[1]) for segment in segments]
-        self._states = [state_names(self._architecture, segment) for segment in segments][:-1]
+            self._sessions = self._open_all(threads)
+        self.threads = self.lone_threads = threads
+        self._lone_sessions = self._sessions
 
-    def _open(self, ort: Any, bundle: Bundle, precision: Precision, segment: int, threads: int) -> Any:
+    def widen(self, threads: int) -> None:
+        """From here on lone runs use ``threads`` CPU threads; costs the memory of another set of sessions."""
+        self._lone_sessions = self._sessions if threads == self.threads else self._open_all(threads)
+        self.lone_threads = threads
+
+    def _open_all(self, threads: int) -> list[Any]:
+        return [self._open(segment, threads) for segment in range(1, len(self._paths) + 1)]
+
+    def _open(self, segment: int, threads: int) -> Any:
+        ort, path = self._ort, self._paths[segment - 1]
         options = ort.SessionOptions()
         options.intra_op_num_threads = threads
         options.inter_op_num_threads = 1
         # Sessions in series spin against each other: segments took 7 times the monolith's time (design.md section 5).
         options.add_session_config_entry("session.intra_op.allow_spinning", "0")
         options.add_session_config_entry("session.inter_op.allow_spinning", "0")
-        # Memory patterns are per shape, and shapes are as many as batch sizes times lengths.
+        # Memory patterns are per shape, and shapes are as many as packs. An arena never gives back what it once took:
+        # with packs of random lengths it grew by 360 MB, and saved no time (docs/decisions/0008).
         options.enable_mem_pattern = False
+        options.enable_cpu_mem_arena = False
         options.log_severity_level = 3
-        path = bundle.graph(segment, precision)
         providers: list[Any] = ["CPUExecutionProvider"]
         if self.device != "cpu":
             if "CUDAExecutionProvider" not in ort.get_available_providers():
@@ -136,27 +175,24 @@ class Runner:
         if isinstance(width, int) and width != self._labels:
             raise StartError(f"{path}: logits of width {width} for {self._labels} labels")
 
-    def run(self, segment: int, items: Sequence[Work]) -> SegmentOutput:
-        """Runs ``segment`` (1 = first) on ``items``, padded to the longest of them."""
+    def run(self, segment: int, items: Sequence[Work], *, lone: bool = False) -> SegmentOutput:
+        """Runs ``segment`` (1 = first) on ``items``, packed into one row; ``lone`` runs may use more threads."""
+        lengths = [len(item.state[0]) if item.state else len(item.ids) for item in items]
+        bounds = [0, *itertools.accumulate(lengths)]
         feeds: dict[str, NDArray[Any]] = {}
         if segment == 1:
-            lengths = [len(item.ids) for item in items]
-            rows, longest = len(items), max(lengths)
-            feeds["input_ids"] = _padded([item.ids for item in items], longest)
+            feeds["input_ids"] = _packed([item.ids for item in items])
             offset = self._architecture.position_offset
-            positions = np.arange(offset, offset + longest, dtype=np.int64)
-            feeds["position_ids"] = np.broadcast_to(positions, (rows, longest)).copy()
+            feeds["position_ids"] = _packed([np.arange(offset, offset + length) for length in lengths])
             if self._architecture.uses_token_type_ids:
-                feeds["token_type_ids"] = _padded([item.type_ids for item in items], longest)
+                feeds["token_type_ids"] = _packed([item.type_ids for item in items])
         else:
-            lengths = [len(item.state[0]) for item in items]
-            longest = max(lengths)
             for place, name in enumerate(self._states[segment - 2]):
-                feeds[name] = _padded([item.state[place] for item in items], longest)
-        feeds["attention_mask"] = (np.arange(longest) < np.asarray(lengths)[:, None]).astype(np.int64)
-        logits, *state = self._sessions[segment - 1].run(self._outputs[segment - 1], feeds)
-        states = [tuple(array[row, :length] for array in state) for row, length in enumerate(lengths)]
-        return SegmentOutput(logits, states)
+                feeds[name] = _packed([item.state[place] for item in items])
+        feeds["attention_mask"] = np.repeat(np.arange(1, len(items) + 1), lengths)[None]
+        sessions = self._lone_sessions if lone else self._sessions
+        logits, *state = sessions[segment - 1].run(self._outputs[segment - 1], feeds)
+        return SegmentOutput(logits, tuple(array[0] for array in state), bounds)
 
     def warm_up(self, max_batch_tokens: int, max_batch_texts: int) -> None:
         """Runs every segment on a few shapes, the largest first, so that no request pays for first-time allocations.
@@ -217,15 +253,9 @@ class _Blank:
     state: State
 
 
-def _padded(rows: Sequence[NDArray[Any]], longest: int) -> NDArray[Any]:
-    """``rows [S_i, ...]`` stacked to ``[B, longest, ...]``, zeros behind the shorter ones."""
-    first = rows[0]
-    if len(rows) == 1:
-        return np.ascontiguousarray(first[None])
-    stacked = np.zeros((len(rows), longest, *first.shape[1:]), dtype=first.dtype)
-    for row, values in enumerate(rows):
-        stacked[row, : len(values)] = values
-    return stacked
+def _packed(parts: Sequence[NDArray[Any]]) -> NDArray[Any]:
+    """``parts [S_i, ...]`` side by side in one row, ``[1, sum of S_i, ...]``; a single part is not copied."""
+    return (parts[0] if len(parts) == 1 else np.concatenate(parts))[None]
 
 
 def _one_line(error: Exception) -> str:
