@@ -13,7 +13,7 @@ import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
-from typing import Protocol
+from typing import Any, Protocol
 
 import numpy as np
 
@@ -103,11 +103,15 @@ class Engine:
         self._clock = clock
         self._arrivals = itertools.count()
         self._admitted = 0
+        # Admitted, and neither settled nor abandoned: who must be told, should the engine break.
+        self._open: set[Item] = set()
         self._accepting = False
+        self._broken = False
         self._stopping = False
         self._scheduler = Scheduler(self._last_exit, max_batch_tokens=max_batch_tokens, max_batch_texts=max_batch_texts)
-        # Guards the scheduler; waited on by idle workers.
+        # Guards the scheduler and the count of busy workers; waited on by idle workers.
         self._work = threading.Condition()
+        self._busy = workers
         self._workers = [
             threading.Thread(target=self._serve, name=f"offramp-worker-{number}", daemon=True)
             for number in range(1, workers + 1)
@@ -188,16 +192,20 @@ class Engine:
             ]
         finally:
             # From here on each item gives its own place back, when it is settled or abandoned.
+            self._open.update(items)
             self._release(len(texts) - len(items))
         if not items:
             return Submitted([], tokenized - started)
-        with self._work:
-            self._scheduler.add(items, tokenized)
-            self._work.notify()
         timer = None
-        if deadline is not None:
-            timer = self._loop.call_later(max(0.0, deadline - tokenized), self._expire, items)
         try:
+            if self._broken:
+                # While these were tokenized; nobody would run them.
+                raise NotRunning
+            with self._work:
+                self._scheduler.add(items, tokenized)
+                self._work.notify()
+            if deadline is not None:
+                timer = self._loop.call_later(max(0.0, deadline - tokenized), self._expire, items)
             await submission.future
         finally:
             if timer is not None:
@@ -235,8 +243,7 @@ class Engine:
     def _settle(self, outcomes: Sequence[tuple[Item, Outcome]]) -> None:
         fresh = [(item, outcome) for item, outcome in outcomes if not item.done]
         for item, outcome in fresh:
-            item.done = True
-            self._release(1)
+            self._finish(item)
             item.submission.settle(item.index, outcome)
         # Only now: whatever an observer raises, every text has its outcome.
         for _, outcome in fresh:
@@ -245,11 +252,25 @@ class Engine:
             else:
                 self._observer.failed(outcome)
 
+    def _finish(self, item: Item) -> None:
+        item.done = True
+        self._open.discard(item)
+        self._release(1)
+
+    def _break(self) -> None:
+        """Nothing can be relied on any more: accepts nothing, and fails what waits or runs, so that nobody hangs."""
+        self._accepting = False
+        self._broken = True
+        with self._work:
+            self._stopping = True
+            self._work.notify_all()
+        self._settle([(item, Failure("internal")) for item in list(self._open)])
+
     def _expire(self, items: Sequence[Item]) -> None:
         """The deadline of ``items`` is here: whoever has passed an exit is answered from the latest one."""
         late = [item for item in items if not item.done]
-        self._forget(late)
         self._settle([(item, self._at_deadline(item)) for item in late])
+        self._forget(late)
 
     def _at_deadline(self, item: Item) -> Outcome:
         # Once: a worker that runs a segment of it may add a reading meanwhile.
@@ -263,10 +284,10 @@ class Engine:
     def _abandon(self, items: Sequence[Item]) -> None:
         """Nobody waits for ``items`` any more (none of them where all were settled)."""
         left = [item for item in items if not item.done]
-        self._forget(left)
         for item in left:
-            item.done = True
-            self._release(1)
+            self._finish(item)
+        self._forget(left)
+        for _ in left:
             self._observer.cancelled()
 
     def _forget(self, items: Sequence[Item]) -> None:
@@ -278,80 +299,100 @@ class Engine:
     # On worker threads.
 
     def _serve(self) -> None:
-        while (batch := self._next()) is not None:
-            leavers, survivors = self._step(batch)
-            if leavers:
-                self._send(leavers)
-            if survivors:
-                with self._work:
-                    self._scheduler.add(survivors, self._clock())
+        try:
+            ran: _Ran | None = None
+            while (picked := self._exchange(ran)) is not None:
+                ran = self._step(*picked)
+                if ran.leavers:
+                    self._send(self._settle, ran.leavers)
+        except BaseException:
+            # A micro-batch that fails ends nothing (see _step). This is the scheduler, or the interpreter's end.
+            logger.exception("a worker died; the engine stops")
+            self._send(self._break)
 
-    def _next(self) -> Batch | None:
-        """The next micro-batch, once there is one; ``None`` when the engine stops."""
+    def _exchange(self, ran: "_Ran | None") -> tuple[Batch, bool] | None:
+        """Hands over what a worker ran and takes its next micro-batch, once there is one, and whether it has the
+        machine to itself; ``None`` when the engine stops."""
         with self._work:
+            if ran is not None:
+                self._scheduler.add(ran.survivors, self._clock())
             while not self._stopping:
                 batch = self._scheduler.pick(self._clock())
                 if batch is not None:
-                    if self._scheduler.waiting:
+                    more = self._scheduler.waiting > 0
+                    if more:
                         self._work.notify()
-                    return batch
+                    return batch, self._busy == 1 and not more
+                self._busy -= 1
                 self._work.wait()
+                self._busy += 1
         return None
 
-    def _step(self, batch: Batch) -> tuple[list[tuple[Item, Outcome]], list[Item]]:
+    def _step(self, batch: Batch, lone: bool) -> "_Ran":
         """Runs one segment: those that leave with their outcomes, and those that go on.
 
-        Never raises: whatever goes wrong fails this batch's items and nobody else's.
+        Never raises: where the micro-batch breaks, each of its texts gets a run of its own, so that whichever broke it
+        fails alone.
         """
         try:
-            return self._run(batch)
+            return self._run(batch, lone)
         except Exception:
             logger.exception("segment %d failed for %d texts", batch.segment, len(batch.items))
-            return [(item, Failure("internal")) for item in batch.items], []
+        if len(batch.items) == 1:
+            return _Ran([(batch.items[0], Failure("internal"))], [])
+        alone = [self._step(replace(batch, items=[item]), lone) for item in batch.items]
+        return _Ran([pair for ran in alone for pair in ran.leavers], [item for ran in alone for item in ran.survivors])
 
-    def _run(self, batch: Batch) -> tuple[list[tuple[Item, Outcome]], list[Item]]:
+    def _run(self, batch: Batch, lone: bool) -> "_Ran":
         segment, items = batch.segment, batch.items
         started = self._clock()
-        output = self._runner.run(segment, items)
+        output = self._runner.run(segment, items, lone=lone)
         seconds = self._clock() - started
-        verdict = judge(output.logits, self._temperatures[segment - 1])
-        streaks = agree(
-            verdict.labels,
-            np.fromiter((item.previous_label for item in items), np.int64, len(items)),
-            np.fromiter((item.streak for item in items), np.int64, len(items)),
-        )
+        logits = output.logits.astype(np.float64)
+        verdict = judge(logits, self._temperatures[segment - 1])
+        finite, labels = verdict.finite.tolist(), verdict.labels.tolist()
+        confidences, entropies = verdict.confidence.tolist(), verdict.entropy.tolist()
+        streaks = [agree(label, item.previous_label, item.streak) for label, item in zip(labels, items, strict=True)]
         reasons = decide(verdict, streaks, [item.policy for item in items], segment, self._last_exit)
+        staying = [row for row, reason in enumerate(reasons) if reason is None and finite[row]]
+        states = dict(zip(staying, output.carry(staying), strict=True))
+        # Nothing below raises: a text that is run again after a failure must not have half a run behind it.
         leavers: list[tuple[Item, Outcome]] = []
-        survivors: list[Item] = []
         for row, (item, reason) in enumerate(zip(items, reasons, strict=True)):
             item.queue_seconds += started - item.waiting_since
             item.inference_seconds += seconds
-            if not verdict.finite[row]:
+            if not finite[row]:
                 leavers.append((item, Failure("nonfinite")))
                 continue
-            label = int(verdict.labels[row])
+            probabilities = verdict.probabilities[row]
             item.readings.append(
-                Reading(
-                    exit=segment,
-                    logits=output.logits[row].astype(np.float64),
-                    probabilities=verdict.probabilities[row],
-                    label=label,
-                    confidence=float(verdict.confidence[row]),
-                    entropy=float(verdict.entropy[row]),
-                )
+                Reading(segment, logits[row], probabilities, labels[row], confidences[row], entropies[row])
             )
             if reason is not None:
                 leavers.append((item, item.answer(reason)))
             else:
-                item.previous_label, item.streak = label, int(streaks[row])
-                item.segment, item.state = segment + 1, output.states[row]
-                survivors.append(item)
-        self._observer.segment_ran(segment, len(items), seconds)
-        return leavers, survivors
+                item.previous_label, item.streak = labels[row], streaks[row]
+                item.segment, item.state = segment + 1, states[row]
+        self._observe(segment, len(items), seconds)
+        return _Ran(leavers, [items[row] for row in staying])
 
-    def _send(self, outcomes: list[tuple[Item, Outcome]]) -> None:
+    def _observe(self, segment: int, texts: int, seconds: float) -> None:
         try:
-            self._loop.call_soon_threadsafe(self._settle, outcomes)
+            self._observer.segment_ran(segment, texts, seconds)
+        except Exception:
+            logger.exception("an observer failed")
+
+    def _send(self, call: Callable[..., None], *arguments: Any) -> None:
+        try:
+            self._loop.call_soon_threadsafe(call, *arguments)
         except RuntimeError:
             # The loop was closed without closing the engine: nobody is left to be told.
-            logger.debug("the event loop is closed; %d outcomes dropped", len(outcomes))
+            logger.debug("the event loop is closed; %s dropped", call.__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class _Ran:
+    """What has become of the texts of a micro-batch."""
+
+    leavers: list[tuple[Item, Outcome]]
+    survivors: list[Item]

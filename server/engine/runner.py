@@ -9,6 +9,7 @@ import importlib
 import itertools
 import logging
 import os
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -19,9 +20,13 @@ from numpy.typing import NDArray
 from models.architecture import Architecture
 from models.bundle import Bundle, Precision, segment_io, state_names
 from server.config import StartError
+from server.engine.latency import LatencyTable, Measurement
 from server.engine.request import State
 
 logger = logging.getLogger("offramp.engine")
+
+# More than these change a median little, and a fast model is then warm long before its time is up.
+WARM_UP_ROUNDS = 5
 
 
 class Work(Protocol):
@@ -177,7 +182,7 @@ class Runner:
 
     def run(self, segment: int, items: Sequence[Work], *, lone: bool = False) -> SegmentOutput:
         """Runs ``segment`` (1 = first) on ``items``, packed into one row; ``lone`` runs may use more threads."""
-        lengths = [len(item.state[0]) if item.state else len(item.ids) for item in items]
+        lengths = [len(item.ids) for item in items]
         bounds = [0, *itertools.accumulate(lengths)]
         feeds: dict[str, NDArray[Any]] = {}
         if segment == 1:
@@ -194,35 +199,84 @@ class Runner:
         logits, *state = sessions[segment - 1].run(self._outputs[segment - 1], feeds)
         return SegmentOutput(logits, tuple(array[0] for array in state), bounds)
 
-    def warm_up(self, max_batch_tokens: int, max_batch_texts: int) -> None:
-        """Runs every segment on a few shapes, the largest first, so that no request pays for first-time allocations.
+    def warm_up(self, max_batch_tokens: int, max_batch_texts: int, seconds: float) -> LatencyTable:
+        """Runs every segment on a few sizes, the largest first, so that no request pays for first-time allocations, and
+        returns how long they take. Stops after about ``seconds``; slow models are measured on fewer sizes.
 
         No batch is larger than requests will make one. The texts are as long as any can be and hold the largest ids
         that the tokenizer gives, so what passes here looks up nothing beyond a graph's tables later. Raises
         :class:`StartError`, naming the graph, where one does not run, logits or state come out with the wrong shape, or
         logits are not finite.
         """
+        end = time.perf_counter() + seconds
         limit = self._architecture.max_length
         longest = min(limit, max_batch_tokens)
         if limit > longest:
             # Only segment 1 looks positions up; to take such a text through all of them would hold up the start.
             self._try(1, [self._blank(limit)])
         most = min(max_batch_texts, max(1, max_batch_tokens // longest))
-        for rows, length in ((most, longest), (1, min(32, longest)), (1, 3)):
-            items = [self._blank(length) for _ in range(rows)]
-            for segment in range(1, len(self._sessions) + 1):
-                output = self._try(segment, items)
-                items = [self._blank(length, state) for state in output.states]
+        self._time([longest] * most)
+        self._time([min(3, longest)])
+        sizes = _sizes(max_batch_tokens, max_batch_texts, longest)
+        # Each size's first run paid for allocations, so only later ones count, where there was time for any.
+        rounds: list[list[Measurement]] = []
+        while len(rounds) < WARM_UP_ROUNDS and (not rounds or time.perf_counter() < end):
+            rounds.append([])
+            for lengths in sizes:
+                if rounds[-1] and time.perf_counter() > end:
+                    break
+                rounds[-1] += self._time(lengths)
+        first, later = rounds[0], list(itertools.chain.from_iterable(rounds[1:]))
+        measured_again = {(one.texts, one.tokens) for one in later if one.segment == len(self._paths)}
+        return LatencyTable.from_measurements(
+            [*later, *(one for one in first if (one.texts, one.tokens) not in measured_again)]
+        )
+
+    def fit_lone_threads(self, most: int) -> dict[int, float]:
+        """Measures a text of middle length on 1, 2, 4 ... threads, up to ``most``, and keeps the number for lone runs.
+
+        More threads must earn a tenth of the time each time they double: what they take, no other process has. Returns
+        the seconds measured by number of threads.
+        """
+        lengths = [min(32, self._architecture.max_length)]
+
+        def best() -> float:
+            self._time(lengths, lone=True)
+            return min(sum(one.seconds for one in self._time(lengths, lone=True)) for _ in range(3))
+
+        self.widen(self.threads)
+        measured = {self.threads: best()}
+        threads, kept = 2 * self.threads, self._lone_sessions
+        while threads <= most:
+            self.widen(threads)
+            measured[threads] = best()
+            if measured[threads] > 0.9 * measured[threads // 2]:
+                self._lone_sessions, self.lone_threads = kept, threads // 2
+                break
+            threads, kept = 2 * threads, self._lone_sessions
+        return measured
+
+    def _time(self, lengths: Sequence[int], *, lone: bool = False) -> list[Measurement]:
+        """Takes texts of these ``lengths`` through all segments, checks what comes out, and says how long each took."""
+        items = [self._blank(length) for length in lengths]
+        measured = []
+        for segment in range(1, len(self._paths) + 1):
+            started = time.perf_counter()
+            output = self._try(segment, items, lone=lone)
+            measured.append(Measurement(segment, len(lengths), sum(lengths), time.perf_counter() - started))
+            states = output.carry(range(len(items)))
+            items = [self._blank(length, state) for length, state in zip(lengths, states, strict=True)]
+        return measured
 
     def _blank(self, length: int, state: State = ()) -> "_Blank":
         ids, type_ids = np.zeros(length, dtype=np.int64), np.zeros(length, dtype=np.int64)
         ids[0], type_ids[0] = self._largest_id, self._largest_type
         return _Blank(ids, type_ids, state)
 
-    def _try(self, segment: int, items: Sequence[Work]) -> SegmentOutput:
+    def _try(self, segment: int, items: Sequence[Work], *, lone: bool = False) -> SegmentOutput:
         path = self._paths[segment - 1]
         try:
-            output = self.run(segment, items)
+            output = self.run(segment, items, lone=lone)
         except Exception as error:  # noqa: BLE001 - onnxruntime raises many types of its own
             raise StartError(f"{path}: does not run ({_one_line(error)})") from None
         self._check_output(output, len(items), path)
@@ -236,7 +290,7 @@ class Runner:
         if not np.isfinite(output.logits).all():
             raise StartError(f"{path}: logits of a warm-up text are not finite")
         width = self._architecture.hidden_size
-        if any(array.shape[-1] != width for array in output.states[0]):
+        if any(array.shape[-1] != width for array in output.state):
             raise StartError(f"{path}: state is not as wide as the manifest's hidden_size {width}")
 
 
@@ -251,6 +305,18 @@ class _Blank:
     ids: NDArray[np.int64]
     type_ids: NDArray[np.int64]
     state: State
+
+
+def _sizes(max_batch_tokens: int, max_batch_texts: int, longest: int) -> list[list[int]]:
+    """Lengths of the texts of each micro-batch to measure, largest first: 1, 8 and 32 texts; 8, 32, 128 ... tokens."""
+    sizes = []
+    for texts in sorted({1, min(8, max_batch_texts), min(32, max_batch_texts)}):
+        tokens = 8
+        while tokens <= max_batch_tokens:
+            if 3 <= tokens // texts <= longest:
+                sizes.append([tokens // texts] * texts)
+            tokens *= 4
+    return sorted(sizes or [[longest]], key=sum, reverse=True)
 
 
 def _packed(parts: Sequence[NDArray[Any]]) -> NDArray[Any]:

@@ -38,13 +38,13 @@ def _logits(runner: Runner, bundle: Bundle, texts: list[str]) -> np.ndarray:
     found = []
     for segment in range(1, len(bundle.manifest.architecture.exits) + 1):
         output = runner.run(segment, items)
-        for item, state in zip(items, output.states, strict=True):
+        for item, state in zip(items, output.carry(range(len(items))), strict=True):
             item.state = state
         found.append(output.logits)
     return np.stack(found)
 
 
-def test_logits_are_the_same_alone_and_padded_in_company(tiny_bundle: Bundle) -> None:
+def test_logits_are_the_same_alone_and_packed_in_company(tiny_bundle: Bundle) -> None:
     runner = open_runner(tiny_bundle)
     texts = some_texts(12, seed=3)
     together = _logits(runner, tiny_bundle, texts)
@@ -57,7 +57,7 @@ def test_survivors_of_different_batches_can_be_regrouped(tiny_bundle: Bundle) ->
     texts = some_texts(4, seed=4)
     first, second = [Work(tiny_bundle, text) for text in texts[:2]], [Work(tiny_bundle, text) for text in texts[2:]]
     for group in (first, second):
-        for item, state in zip(group, runner.run(1, group).states, strict=True):
+        for item, state in zip(group, runner.run(1, group).carry([0, 1]), strict=True):
             item.state = state
     mixed = runner.run(2, [second[1], first[0]])
     expected = _logits(runner, tiny_bundle, texts)[1]
@@ -67,7 +67,7 @@ def test_survivors_of_different_batches_can_be_regrouped(tiny_bundle: Bundle) ->
 def test_positions_start_where_the_backbone_says(tmp_path: Path) -> None:
     bundle = write_tiny_bundle(tmp_path, position_offset=2, uses_token_type_ids=False)
     runner = open_runner(bundle)
-    runner.warm_up(64, 4)
+    runner.warm_up(64, 4, 0.0)
     texts = some_texts(3, seed=5)
     together = _logits(runner, bundle, texts)
     alone = np.concatenate([_logits(runner, bundle, [text]) for text in texts], axis=1)
@@ -96,7 +96,7 @@ def test_a_graph_with_another_state_than_the_manifest_means_is_refused(tiny_bund
 def test_logits_that_are_not_as_wide_as_the_labels_are_refused(tiny_bundle: Bundle, tmp_path: Path) -> None:
     runner_of_three = _with(tiny_bundle, tmp_path, labels=("a", "b", "c"))
     with pytest.raises(StartError, match="labels"):
-        open_runner(runner_of_three).warm_up(64, 4)
+        open_runner(runner_of_three).warm_up(64, 4, 0.0)
 
 
 def test_a_file_that_is_no_graph_is_refused_by_name(tiny_bundle: Bundle, tmp_path: Path) -> None:
@@ -110,7 +110,7 @@ def test_a_file_that_is_no_graph_is_refused_by_name(tiny_bundle: Bundle, tmp_pat
 
 def test_a_model_that_gives_no_finite_answer_stops_the_start(tmp_path: Path) -> None:
     with pytest.raises(StartError, match="not finite"):
-        open_runner(write_tiny_bundle(tmp_path, poison=VOCABULARY)).warm_up(64, 4)
+        open_runner(write_tiny_bundle(tmp_path, poison=VOCABULARY)).warm_up(64, 4, 0.0)
 
 
 def test_the_warm_up_runs_no_larger_batch_than_requests_will(
@@ -120,12 +120,12 @@ def test_the_warm_up_runs_no_larger_batch_than_requests_will(
     runner, sizes = open_runner(tiny_bundle), []
     run = runner.run
 
-    def counted(segment: int, items: Sequence[Any]) -> SegmentOutput:
+    def counted(segment: int, items: Sequence[Any], **options: Any) -> SegmentOutput:
         sizes.append(len(items))
-        return run(segment, items)
+        return run(segment, items, **options)
 
     monkeypatch.setattr(runner, "run", counted)
-    runner.warm_up(1_000_000, 3)
+    runner.warm_up(1_000_000, 3, 0.0)
     assert max(sizes) == 3
 
 
@@ -144,7 +144,7 @@ def test_a_manifest_that_promises_more_than_its_graphs_hold_stops_the_start(
     manifest = tiny_bundle.manifest.model_copy(update={"architecture": architecture})
     bundle = Bundle(tiny_bundle.path, manifest, tiny_bundle.calibration, tiny_bundle.encoder)
     with pytest.raises(StartError, match=re.escape(words)):
-        open_runner(bundle).warm_up(64, 4)
+        open_runner(bundle).warm_up(64, 4, 0.0)
 
 
 def test_cuda_where_there_is_none_is_an_error_never_the_cpu(tiny_bundle: Bundle) -> None:
