@@ -359,7 +359,7 @@ async def test_an_answer_of_the_last_exit_is_final_even_if_the_deadline_overtake
 
     async with running(tiny_bundle) as rig:
         rig.tally.segment_ran = lambda segment, texts, seconds: delivered.wait(30) if segment == 4 else None
-        outcome = (await rig.ask("a good film", deadline_seconds=0.3))[0]
+        outcome = (await rig.ask("a good film", deadline_seconds=1.0))[0]
         delivered.set()
         assert answered(outcome).left.exit == 4
         assert answered(outcome).reason == "final"
