@@ -7,7 +7,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from models.bundle import SHIPPED_BUNDLE, Bundle, Precision
@@ -30,8 +30,7 @@ CORPUS = [
     "one wishes that the director had trusted the material , but what remains is funny in places and sad in others",
     "if you go in expecting little you may be surprised , and if you go in expecting much you may be too",
     "1999 !!! ??? :-) zxqv",
-    "an unexpectedly tender , slow-burning , occasionally tedious portrait of two brothers and the farm they lost , "
-    "which says less about grief than it believes , yet more than most films of its kind dare to",
+    "an unexpectedly tender , slow , at times tedious portrait of two brothers and the farm that they have to give up",
     " ".join(["it goes on , and on , and then it stops"] * 12),
 ]
 POLICIES = [Policy("confidence", 0.9), Policy("confidence", 0.97), Policy("entropy", 0.3), Policy("patience", 1)]
@@ -67,10 +66,7 @@ def ask(bundle: Bundle, request: pytest.FixtureRequest) -> Callable[..., list[An
         )
         await engine.start()
         submissions = [engine.submit([Text(text) for text in texts], policies) for texts, policies in requests]
-        if alone:
-            found = [await submission for submission in submissions]
-        else:
-            found = list(await asyncio.gather(*submissions))
+        found = [await submission for submission in submissions] if alone else await asyncio.gather(*submissions)
         await engine.close()
         return [answered(outcome) for submitted in found for outcome in submitted.outcomes]
 
