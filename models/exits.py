@@ -5,6 +5,8 @@ simulator all call the same functions.
 
 Sources: confidence, Teerapittayanon et al. 2016 (BranchyNet uses entropy; the maximum softmax probability is its
 common twin); normalised entropy, Xin et al. 2020 (DeeBERT) divided by log K; patience, Zhou et al. 2020 (PABEE).
+Agreement is ours: confidence at a temperature that makes it the chance to say what the last exit says, not the chance
+to be right (docs/decisions/0006).
 """
 
 from collections.abc import Sequence
@@ -14,9 +16,12 @@ from typing import Any, Literal, TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
-Criterion = Literal["confidence", "entropy", "patience"]
-CRITERIA: tuple[Criterion, ...] = ("confidence", "entropy", "patience")
-Reason = Literal["confidence", "entropy", "patience", "final", "max_exit", "deadline"]
+Criterion = Literal["agreement", "confidence", "entropy", "patience"]
+CRITERIA: tuple[Criterion, ...] = ("agreement", "confidence", "entropy", "patience")
+Reason = Literal["agreement", "confidence", "entropy", "patience", "final", "max_exit", "deadline"]
+
+# An estimate from some hundred texts is never certainty: a threshold of 1 lets nobody leave early.
+MOST_AGREEMENT = 1 - 1e-9
 
 Floats = NDArray[np.float64]
 Ints = NDArray[np.int64]
@@ -28,6 +33,8 @@ IntOrInts = TypeVar("IntOrInts", int, NDArray[np.int64])
 class Policy:
     """How sure one text must be to leave.
 
+    - ``agreement``: leave when the estimated probability that the last exit gives the same label is ≥ ``threshold``
+      (0 to 1).
     - ``confidence``: leave when the largest probability is ≥ ``threshold`` (0 to 1).
     - ``entropy``: leave when the normalised entropy is ≤ ``threshold`` (0 to 1).
     - ``patience``: leave when ``threshold`` exits in a row (an integer ≥ 1) have each agreed with the exit before
@@ -82,17 +89,19 @@ def normalised_entropy(probabilities: Floats) -> Floats:
 @dataclass(frozen=True, slots=True)
 class Verdict:
     """What one exit says of a batch: ``probabilities [B, K]``, ``labels [B]``, ``confidence [B]``, ``entropy [B]``,
-    ``finite [B]`` (False where a logit was NaN or infinite: such a row is never confident)."""
+    ``agreement [B]`` (estimated probability that the last exit says the same), ``finite [B]`` (False where a logit was
+    NaN or infinite: such a row is never confident)."""
 
     probabilities: Floats
     labels: Ints
     confidence: Floats
     entropy: Floats
+    agreement: Floats
     finite: Bools
 
 
-def judge(logits: NDArray[np.floating], temperature: float | Floats = 1.0) -> Verdict:
-    """Turns an exit's ``logits [B, K]`` into a :class:`Verdict`.
+def judge(logits: NDArray[np.floating], temperature: float, agreement_temperature: float) -> Verdict:
+    """Turns an exit's ``logits [B, K]`` into a :class:`Verdict`; the temperatures are the exit's own.
 
     Once for every micro-batch, so its count of NumPy calls is its cost; rows that are not finite are the rare case.
     """
@@ -105,10 +114,11 @@ def judge(logits: NDArray[np.floating], temperature: float | Floats = 1.0) -> Ve
     # argmax of the logits, not of the probabilities: two probabilities can round to the same number.
     labels = raw.argmax(axis=-1)
     confidence, entropy = probabilities.max(axis=-1), normalised_entropy(probabilities)
+    agreement = np.minimum(softmax(raw, agreement_temperature).max(axis=-1), MOST_AGREEMENT)
     if not whole:
-        probabilities[~finite] = confidence[~finite] = entropy[~finite] = np.nan
+        probabilities[~finite] = confidence[~finite] = entropy[~finite] = agreement[~finite] = np.nan
         labels[~finite] = -1
-    return Verdict(probabilities, labels, confidence, entropy, finite)
+    return Verdict(probabilities, labels, confidence, entropy, agreement, finite)
 
 
 def agree(labels: IntOrInts, previous_labels: IntOrInts, streak: IntOrInts) -> IntOrInts:
@@ -120,16 +130,18 @@ def agree(labels: IntOrInts, previous_labels: IntOrInts, streak: IntOrInts) -> I
     return (streak + 1) * ((labels == previous_labels) & (labels >= 0))
 
 
-def _met(criterion: Criterion, threshold: float, confidence: Any, entropy: Any, streak: Any) -> Any:
-    """The rule itself: whether ``criterion`` is met at ``threshold``, of one text or of an array of them.
+def _met(policy: Policy, agreement: Any, confidence: Any, entropy: Any, streak: Any) -> Any:
+    """The rule itself: whether a policy's criterion is met, by what an exit says of one text or of an array of them.
 
-    Comparisons with NaN, the confidence and entropy of logits that are not finite, are false; their streak is 0.
+    Comparisons with NaN, which is what is said of logits that are not finite, are false; their streak is 0.
     """
-    if criterion == "confidence":
-        return confidence >= threshold
-    if criterion == "entropy":
-        return entropy <= threshold
-    return streak >= threshold
+    if policy.criterion == "agreement":
+        return agreement >= policy.threshold
+    if policy.criterion == "confidence":
+        return confidence >= policy.threshold
+    if policy.criterion == "entropy":
+        return entropy <= policy.threshold
+    return streak >= policy.threshold
 
 
 def decide(
@@ -144,9 +156,9 @@ def decide(
         return ["final"] * len(policies)
     reasons: list[Reason | None] = []
     # Row by row on Python's own numbers: micro-batches are small, and mixed policies would take ten NumPy calls.
-    rows = zip(policies, verdict.confidence.tolist(), verdict.entropy.tolist(), streak, strict=True)
-    for policy, confidence, entropy, agreed in rows:
-        if exit_number >= policy.min_exit and _met(policy.criterion, policy.threshold, confidence, entropy, agreed):
+    said = zip(verdict.agreement.tolist(), verdict.confidence.tolist(), verdict.entropy.tolist(), streak, strict=True)
+    for policy, row in zip(policies, said, strict=True):
+        if exit_number >= policy.min_exit and _met(policy, *row):
             reasons.append(policy.criterion)
         elif policy.max_exit is not None and exit_number >= policy.max_exit:
             reasons.append("max_exit")
@@ -157,25 +169,31 @@ def decide(
 
 @dataclass(frozen=True, slots=True)
 class Judged:
-    """What every exit says of every text, whatever the policy: ``labels``, ``confidence``, ``entropy``, ``streak`` and
-    ``finite``, each ``[E, N]``. Judged once, it answers for any number of thresholds."""
+    """What every exit says of every text, whatever the policy: ``labels``, ``confidence``, ``entropy``,
+    ``agreement``, ``streak`` and ``finite``, each ``[E, N]``. Judged once, it answers for any number of thresholds."""
 
     labels: Ints
     confidence: Floats
     entropy: Floats
+    agreement: Floats
     streak: Ints
     finite: Bools
 
 
-def judge_all(logits: NDArray[np.floating], temperatures: Floats | Sequence[float]) -> Judged:
-    """All exits' ``logits [E, N, K]``, each at its temperature ``[E]``, exit by exit as the server sees them."""
-    if len(temperatures) != len(logits):
-        raise ValueError(f"{len(temperatures)} temperatures for {len(logits)} exits")
+def judge_all(
+    logits: NDArray[np.floating],
+    temperatures: Floats | Sequence[float],
+    agreement_temperatures: Floats | Sequence[float],
+) -> Judged:
+    """All exits' ``logits [E, N, K]``, each at its temperatures ``[E]``, exit by exit as the server sees them."""
+    for given in (temperatures, agreement_temperatures):
+        if len(given) != len(logits):
+            raise ValueError(f"{len(given)} temperatures for {len(logits)} exits")
     previous = np.full(logits.shape[1], -1, dtype=np.int64)
     streak = np.zeros(logits.shape[1], dtype=np.int64)
     verdicts, streaks = [], []
-    for exit_logits, temperature in zip(logits, temperatures, strict=True):
-        verdict = judge(exit_logits, float(temperature))
+    for exit_logits, *own in zip(logits, temperatures, agreement_temperatures, strict=True):
+        verdict = judge(exit_logits, *map(float, own))
         streak = agree(verdict.labels, previous, streak)
         previous = verdict.labels
         verdicts.append(verdict)
@@ -184,6 +202,7 @@ def judge_all(logits: NDArray[np.floating], temperatures: Floats | Sequence[floa
         labels=np.stack([verdict.labels for verdict in verdicts]),
         confidence=np.stack([verdict.confidence for verdict in verdicts]),
         entropy=np.stack([verdict.entropy for verdict in verdicts]),
+        agreement=np.stack([verdict.agreement for verdict in verdicts]),
         streak=np.stack(streaks),
         finite=np.stack([verdict.finite for verdict in verdicts]),
     )
@@ -195,7 +214,7 @@ def leave_at(judged: Judged, policy: Policy) -> Ints:
     The offline twin of :func:`decide`, for calibration: the same rule, all exits and texts at once.
     """
     exits = judged.labels.shape[0]
-    leave = _met(policy.criterion, policy.threshold, judged.confidence, judged.entropy, judged.streak)
+    leave = _met(policy, judged.agreement, judged.confidence, judged.entropy, judged.streak)
     leave[: policy.min_exit - 1] = False
     if policy.max_exit is not None:
         leave[policy.max_exit - 1 :] = True
@@ -203,6 +222,11 @@ def leave_at(judged: Judged, policy: Policy) -> Ints:
     return np.argmax(leave, axis=0).astype(np.int64)
 
 
-def first_exit(logits: NDArray[np.floating], temperatures: Floats | Sequence[float], policy: Policy) -> Ints:
-    """:func:`leave_at` straight from all exits' ``logits [E, N, K]`` and ``temperatures [E]``."""
-    return leave_at(judge_all(logits, temperatures), policy)
+def first_exit(
+    logits: NDArray[np.floating],
+    temperatures: Floats | Sequence[float],
+    agreement_temperatures: Floats | Sequence[float],
+    policy: Policy,
+) -> Ints:
+    """:func:`leave_at` straight from all exits' ``logits [E, N, K]`` and temperatures ``[E]``."""
+    return leave_at(judge_all(logits, temperatures, agreement_temperatures), policy)

@@ -192,6 +192,7 @@ def text_costs(architecture: Architecture, tokens: Ints) -> Floats:
 def measure(
     logits: NDArray[np.floating],
     temperatures: Sequence[float] | Floats,
+    agreement_temperatures: Sequence[float] | Floats,
     labels: Ints,
     tokens: Ints,
     architecture: Architecture,
@@ -205,7 +206,7 @@ def measure(
         raise ValueError(f"logits have shape {np.shape(logits)}, not {expected} (exits, texts, labels)")
     if not len(labels):
         raise ValueError("the split holds no texts")
-    judged = judge_all(logits, temperatures)
+    judged = judge_all(logits, temperatures, agreement_temperatures)
     return Measured(judged, labels, text_costs(architecture, tokens), metric_name)
 
 
@@ -318,6 +319,7 @@ def evaluate_bundle(
         split = measure(
             logits,
             calibration.temperatures,
+            calibration.agreement_temperatures,
             texts.labels,
             tokens,
             manifest.architecture,

@@ -572,9 +572,16 @@ def _measured(
     architecture: Architecture,
     metric: str,
 ) -> Measured:
-    temperatures = calibration.precisions[precision].temperatures
-    part = _split(data)
-    return measure(logits, temperatures, part.labels, part.tokens, architecture, metric)
+    own, part = calibration.precisions[precision], _split(data)
+    return measure(
+        logits,
+        own.temperatures,
+        own.agreement_temperatures,
+        part.labels,
+        part.tokens,
+        architecture,
+        metric,
+    )
 
 
 def _data_hash(examples: Sequence[Example]) -> str:

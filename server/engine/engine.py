@@ -85,6 +85,7 @@ class Engine:
         runner: SegmentRunner,
         encoder: TextEncoder,
         temperatures: Sequence[float],
+        agreement_temperatures: Sequence[float],
         observer: Observer,
         workers: int,
         max_queue: int,
@@ -92,11 +93,11 @@ class Engine:
         max_batch_texts: int,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """``temperatures`` has one entry per exit; ``max_queue`` bounds the texts admitted and not yet settled."""
+        """Temperatures have one entry per exit; ``max_queue`` bounds the texts admitted and not yet settled."""
         self._runner = runner
         self._encoder = encoder
         self._blank_tokens = len(encoder.encode("")), len(encoder.encode("", ""))
-        self._temperatures = list(temperatures)
+        self._temperatures = list(zip(temperatures, agreement_temperatures, strict=True))
         self._last_exit = len(self._temperatures)
         self._observer = observer
         self._max_queue = max_queue
@@ -349,9 +350,11 @@ class Engine:
         output = self._runner.run(segment, items, lone=lone)
         seconds = self._clock() - started
         logits = output.logits.astype(np.float64)
-        verdict = judge(logits, self._temperatures[segment - 1])
+        verdict = judge(logits, *self._temperatures[segment - 1])
         finite, labels = verdict.finite.tolist(), verdict.labels.tolist()
         confidences, entropies = verdict.confidence.tolist(), verdict.entropy.tolist()
+        # The last exit agrees with itself.
+        agreements = verdict.agreement.tolist() if segment < self._last_exit else [1.0] * len(items)
         streaks = [agree(label, item.previous_label, item.streak) for label, item in zip(labels, items, strict=True)]
         reasons = decide(verdict, streaks, [item.policy for item in items], segment, self._last_exit)
         staying = [row for row, reason in enumerate(reasons) if reason is None and finite[row]]
@@ -364,9 +367,16 @@ class Engine:
             if not finite[row]:
                 leavers.append((item, Failure("nonfinite")))
                 continue
-            probabilities = verdict.probabilities[row]
             item.readings.append(
-                Reading(segment, logits[row], probabilities, labels[row], confidences[row], entropies[row])
+                Reading(
+                    exit=segment,
+                    logits=logits[row],
+                    probabilities=verdict.probabilities[row],
+                    label=labels[row],
+                    confidence=confidences[row],
+                    entropy=entropies[row],
+                    agreement=agreements[row],
+                )
             )
             if reason is not None:
                 leavers.append((item, item.answer(reason)))

@@ -33,7 +33,13 @@ CORPUS = [
     "an unexpectedly tender , slow , at times tedious portrait of two brothers and the farm that they have to give up",
     " ".join(["it goes on , and on , and then it stops"] * 12),
 ]
-POLICIES = [Policy("confidence", 0.9), Policy("confidence", 0.97), Policy("entropy", 0.3), Policy("patience", 1)]
+POLICIES = [
+    Policy("agreement", 0.98),
+    Policy("confidence", 0.9),
+    Policy("confidence", 0.97),
+    Policy("entropy", 0.3),
+    Policy("patience", 1),
+]
 
 
 @pytest.fixture(scope="module")
@@ -51,13 +57,14 @@ def ask(bundle: Bundle, request: pytest.FixtureRequest) -> Callable[..., list[An
     precision: Precision = request.param
     runner = Runner(bundle, precision=precision, device="cpu", threads=1)
     runner.widen(2)
-    temperatures = bundle.calibration.precisions[precision].temperatures
+    calibration = bundle.calibration.precisions[precision]
 
     async def answers(requests: list[tuple[list[str], list[Policy]]], alone: bool) -> list[Answer]:
         engine = Engine(
             runner=runner,
             encoder=bundle.encoder,
-            temperatures=temperatures,
+            temperatures=calibration.temperatures,
+            agreement_temperatures=calibration.agreement_temperatures,
             observer=Tally(),
             workers=2,
             max_queue=500,
@@ -80,7 +87,7 @@ def single(ask: Callable[..., list[Answer]]) -> dict[tuple[str, Policy], Answer]
     return dict(zip(pairs, ask([([text], [policy]) for text, policy in pairs], alone=True), strict=True))
 
 
-@settings(max_examples=12, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=12, deadline=None)
 @given(
     requests=st.lists(
         st.lists(
