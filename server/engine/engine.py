@@ -105,7 +105,9 @@ class Engine:
         self._admitted = 0
         self._accepting = False
         self._stopping = False
-        self._scheduler = Scheduler(self._last_exit, max_batch_tokens=max_batch_tokens, max_batch_texts=max_batch_texts)
+        self._scheduler: Scheduler[Item] = Scheduler(
+            self._last_exit, max_batch_tokens=max_batch_tokens, max_batch_texts=max_batch_texts, workers=workers
+        )
         # Guards the scheduler; waited on by idle workers.
         self._work = threading.Condition()
         self._workers = [
@@ -282,9 +284,10 @@ class Engine:
             leavers, survivors = self._step(batch)
             if leavers:
                 self._send(leavers)
-            if survivors:
-                with self._work:
-                    self._scheduler.add(survivors, self._clock())
+            answers = sum(isinstance(outcome, Answer) for _, outcome in leavers)
+            with self._work:
+                self._scheduler.ran(batch.segment, answers + len(survivors), answers)
+                self._scheduler.add(survivors, self._clock())
 
     def _next(self) -> Batch | None:
         """The next micro-batch, once there is one; ``None`` when the engine stops."""
