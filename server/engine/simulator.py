@@ -142,13 +142,20 @@ def simulate(
     expiring: deque[Any] = deque()
     number = itertools.count()
     refused = inside = events = 0
-    free, now, busy = service.workers, 0.0, 0.0
+    free, last, busy = service.workers, 0.0, 0.0
 
     while True:
-        if coming.next <= (ending[0][0] if ending else np.inf):
-            if coming.next == np.inf:
-                break
-            now = coming.next
+        ends = ending[0][0] if ending else np.inf
+        now = min(coming.next, ends)
+        if now == np.inf:
+            break
+        while expiring and expiring[0].deadline < now:
+            late = expiring.popleft()
+            if not late.done:
+                late.done = True
+                inside -= 1
+                scheduler.remove(late)
+        if coming.next <= ends:
             arrival, started = coming.take()
             deadline = None if service.deadline_seconds is None else started + service.deadline_seconds
             if (service.max_queue is not None and inside >= service.max_queue) or (
@@ -162,7 +169,7 @@ def simulate(
                     expiring.append(text)
                 scheduler.add([text], now)
         else:
-            now, _, segment, batch = heapq.heappop(ending)
+            _, _, segment, batch = heapq.heappop(ending)
             free += 1
             left = 0
             survivors = []
@@ -185,13 +192,8 @@ def simulate(
             scheduler.ran(segment, len(batch), left)
             if survivors:
                 scheduler.add(survivors, now)
+        last = now
         events += 1
-        while expiring and expiring[0].deadline <= now:
-            late = expiring.popleft()
-            if not late.done:
-                late.done = True
-                inside -= 1
-                scheduler.remove(late)
         while free and (picked := scheduler.pick(now)) is not None:
             free -= 1
             lasts = latency.estimate(picked.segment, [text.tokens for text in picked.items])
@@ -199,7 +201,7 @@ def simulate(
             runs[picked.segment - 1] += 1
             ran[picked.segment - 1] += len(picked.items)
             heapq.heappush(ending, (now + lasts, next(number), picked.segment, picked.items))
-    return Simulated(seconds, passed, refused, np.array(runs), np.array(ran), busy, now, events)
+    return Simulated(seconds, passed, refused, np.array(runs), np.array(ran), busy, last, events)
 
 
 class _Coming:
