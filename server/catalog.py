@@ -125,6 +125,7 @@ def _serve(settings: Settings, bundle: Bundle, metrics: Metrics) -> ServedModel:
         max_queue=settings.max_queue,
         max_batch_tokens=budget,
         max_batch_texts=settings.max_batch_texts,
+        latency=latency,
     )
     observer.watch_queues(engine.queue_depth)
     metrics.model_info.labels(

@@ -13,12 +13,13 @@ import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
-from typing import Any, Protocol
+from typing import Any, Literal, Protocol
 
 import numpy as np
 
 from models.exits import Policy, Reason, agree, decide, judge
 from models.tokenization import Encoded, TextEncoder
+from server.engine.latency import LatencyTable
 from server.engine.request import Answer, Batch, Failure, Item, Outcome, Reading, Submission, Text
 from server.engine.runner import SegmentRunner
 from server.engine.scheduler import Scheduler
@@ -31,10 +32,12 @@ INLINE_CHARACTERS = 2_000
 
 
 class Overloaded(Exception):
-    """The bounded queue is full; try again in ``retry_after`` seconds."""
+    """The bounded queue is full, or the deadline would pass before the first exit; try again in ``retry_after`` s."""
 
-    def __init__(self, retry_after: int) -> None:
-        super().__init__(f"too many texts are waiting; try again in {retry_after} s")
+    def __init__(self, reason: Literal["queue_full", "late"], retry_after: int) -> None:
+        why = {"queue_full": "too many texts are waiting", "late": "the deadline would pass before the first exit"}
+        super().__init__(f"{why[reason]}; try again in {retry_after} s")
+        self.reason = reason
         self.retry_after = retry_after
 
 
@@ -91,9 +94,13 @@ class Engine:
         max_queue: int,
         max_batch_tokens: int,
         max_batch_texts: int,
+        latency: LatencyTable | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """Temperatures have one entry per exit; ``max_queue`` bounds the texts admitted and not yet settled."""
+        """Temperatures have one entry per exit; ``max_queue`` bounds the texts admitted and not yet settled.
+
+        Without a ``latency`` table nobody is refused for being late before it is tried.
+        """
         self._runner = runner
         self._encoder = encoder
         self._blank_tokens = len(encoder.encode("")), len(encoder.encode("", ""))
@@ -109,7 +116,13 @@ class Engine:
         self._accepting = False
         self._broken = False
         self._stopping = False
-        self._scheduler = Scheduler(self._last_exit, max_batch_tokens=max_batch_tokens, max_batch_texts=max_batch_texts)
+        self._scheduler: Scheduler[Item] = Scheduler(
+            self._last_exit,
+            max_batch_tokens=max_batch_tokens,
+            max_batch_texts=max_batch_texts,
+            latency=latency,
+            workers=workers,
+        )
         # Guards the scheduler and the count of busy workers; waited on by idle workers.
         self._work = threading.Condition()
         self._busy = workers
@@ -170,7 +183,8 @@ class Engine:
             raise NotRunning
         started = self._clock()
         if self._admitted + len(texts) > self._max_queue:
-            raise Overloaded(retry_after=1)
+            with self._work:
+                raise Overloaded("queue_full", self._scheduler.retry_after(started))
         self._admit(len(texts))
         items: list[Item] = []
         submission = Submission(len(texts), self._loop.create_future())
@@ -178,6 +192,10 @@ class Engine:
             encoded = await self._encode(texts, truncate)
             tokenized = self._clock()
             deadline = None if deadline_seconds is None else started + deadline_seconds
+            if deadline is not None:
+                with self._work:
+                    if self._scheduler.would_be_late(tokenized, deadline, sum(len(one) for one in encoded)):
+                        raise Overloaded("late", self._scheduler.retry_after(tokenized))
             items = [
                 Item(
                     arrival=next(self._arrivals),
@@ -316,6 +334,8 @@ class Engine:
         machine to itself; ``None`` when the engine stops."""
         with self._work:
             if ran is not None:
+                answers = sum(isinstance(outcome, Answer) for _, outcome in ran.leavers)
+                self._scheduler.ran(ran.segment, answers + len(ran.survivors), answers)
                 self._scheduler.add(ran.survivors, self._clock())
             while not self._stopping:
                 batch = self._scheduler.pick(self._clock())
@@ -340,9 +360,10 @@ class Engine:
         except Exception:
             logger.exception("segment %d failed for %d texts", batch.segment, len(batch.items))
         if len(batch.items) == 1:
-            return _Ran([(batch.items[0], Failure("internal"))], [])
+            return _Ran(batch.segment, [(batch.items[0], Failure("internal"))], [])
         alone = [self._step(replace(batch, items=[item]), lone) for item in batch.items]
-        return _Ran([pair for ran in alone for pair in ran.leavers], [item for ran in alone for item in ran.survivors])
+        leavers = [leaver for ran in alone for leaver in ran.leavers]
+        return _Ran(batch.segment, leavers, [item for ran in alone for item in ran.survivors])
 
     def _run(self, batch: Batch, lone: bool) -> "_Ran":
         segment, items = batch.segment, batch.items
@@ -384,7 +405,7 @@ class Engine:
                 item.previous_label, item.streak = labels[row], streaks[row]
                 item.segment, item.state = segment + 1, states[row]
         self._observe(segment, len(items), seconds)
-        return _Ran(leavers, [items[row] for row in staying])
+        return _Ran(segment, leavers, [items[row] for row in staying])
 
     def _observe(self, segment: int, texts: int, seconds: float) -> None:
         try:
@@ -402,7 +423,8 @@ class Engine:
 
 @dataclass(frozen=True, slots=True)
 class _Ran:
-    """What has become of the texts of a micro-batch."""
+    """What has become of the texts of a micro-batch that ran ``segment``."""
 
+    segment: int
     leavers: list[tuple[Item, Outcome]]
     survivors: list[Item]

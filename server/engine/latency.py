@@ -64,9 +64,9 @@ class LatencyTable:
     def from_measurements(cls, measurements: Iterable[Measurement]) -> "LatencyTable":
         """The table on the grid of all measured texts × tokens.
 
-        A cell measured more than once counts with its median. A cell that was not measured (many texts can't have few
-        tokens) is interpolated along the tokens of its row. Where noise made more work look cheaper, the larger cell is
-        lifted to the smaller one.
+        A cell measured more than once counts with its median. A cell that was not measured is interpolated along the
+        tokens of its row; outside what was measured there (many texts can't have few tokens) it runs parallel to the
+        row of fewer texts. Where noise made more work look cheaper, the larger cell is lifted to the smaller one.
 
         Raises :class:`ValueError` where a number of texts was never measured for one of the segments.
         """
@@ -83,7 +83,13 @@ class LatencyTable:
                 if not known:
                     raise ValueError(f"segment {segment} was never measured with {count} texts")
                 medians = [statistics.median(cells[segment, count, number]) for number in known]
-                seconds[segment - 1, row] = [_along(known, medians, number) for number in tokens]
+                along = [_along(known, medians, number) for number in tokens]
+                if row:
+                    # Beyond what was measured with as many texts: parallel to what fewer texts took.
+                    fewer = seconds[segment - 1, row - 1]
+                    nearest = [tokens.index(min(max(number, known[0]), known[-1])) for number in tokens]
+                    along = [along[near] + fewer[at] - fewer[near] for at, near in enumerate(nearest)]
+                seconds[segment - 1, row] = along
         seconds = np.maximum.accumulate(np.maximum.accumulate(seconds, axis=2), axis=1)
         return cls(np.asarray(texts, dtype=np.int64), np.asarray(tokens, dtype=np.int64), seconds)
 

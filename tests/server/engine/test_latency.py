@@ -52,14 +52,13 @@ def test_a_cell_counts_with_the_median_of_its_measurements() -> None:
 
 
 def test_cells_that_cannot_be_measured_are_filled() -> None:
-    measured = [(1, 4), (1, 64), (8, 32), (8, 64)]  # eight texts never have four tokens
+    measured = [(1, 4), (1, 64), (8, 32), (16, 64)]  # eight texts never have four tokens
     table = LatencyTable.from_measurements(
         Measurement(1, texts, tokens, _linear(texts, tokens)) for texts, tokens in measured
     )
-    assert table.seconds.shape == (1, 2, 3)
-    assert table.estimate(1, [16]) == pytest.approx(_linear(1, 16))
-    assert table.estimate(1, [4] * 8) == pytest.approx(_linear(8, 32))
-    assert table.estimate(1, [6] * 8) == pytest.approx(_linear(8, 48))
+    assert table.seconds.shape == (1, 3, 3)
+    for lengths in ([16], [4] * 8, [6] * 8, [1] * 8, [3] * 12):
+        assert table.estimate(1, lengths) == pytest.approx(_linear(len(lengths), sum(lengths)))
 
 
 _cells = st.dictionaries(

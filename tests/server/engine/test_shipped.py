@@ -39,7 +39,9 @@ POLICIES = [
     Policy("confidence", 0.97),
     Policy("entropy", 0.3),
     Policy("patience", 1),
+    full_depth(5),
 ]
+REQUEST = st.lists(st.tuples(st.sampled_from(CORPUS), st.sampled_from(POLICIES)), min_size=1, max_size=6)
 
 
 @pytest.fixture(scope="module")
@@ -83,20 +85,12 @@ def ask(bundle: Bundle, request: pytest.FixtureRequest) -> Callable[..., list[An
 @pytest.fixture(scope="module")
 def single(ask: Callable[..., list[Answer]]) -> dict[tuple[str, Policy], Answer]:
     """Each text under each policy, alone in the engine."""
-    pairs = [(text, policy) for text in CORPUS for policy in [*POLICIES, full_depth(5)]]
+    pairs = [(text, policy) for text in CORPUS for policy in POLICIES]
     return dict(zip(pairs, ask([([text], [policy]) for text, policy in pairs], alone=True), strict=True))
 
 
 @settings(max_examples=12, deadline=None)
-@given(
-    requests=st.lists(
-        st.lists(
-            st.tuples(st.sampled_from(CORPUS), st.sampled_from([*POLICIES, full_depth(5)])), min_size=1, max_size=6
-        ),
-        min_size=1,
-        max_size=8,
-    )
-)
+@given(st.lists(REQUEST, min_size=1, max_size=8))
 def test_label_exit_and_scores_are_the_same_alone_and_in_any_company(
     ask: Callable[..., list[Answer]],
     single: dict[tuple[str, Policy], Answer],
