@@ -30,7 +30,7 @@ class ServedModel:
     workers: int
     threads: int
     lone_threads: int
-    latency: LatencyTable
+    latency: LatencyTable | None
     engine: Engine
     metrics: ModelMetrics
 
@@ -110,7 +110,12 @@ def _serve(settings: Settings, bundle: Bundle, metrics: Metrics) -> ServedModel:
     if not on_cpu and settings.workers is None:
         workers = 1  # one stream per session: a second worker would only wait for the first
     budget = settings.max_batch_tokens or (512 if on_cpu else 8192)
-    latency = runner.warm_up(budget, settings.max_batch_texts, settings.warm_up_seconds)
+    runner.warm_up(budget, settings.max_batch_texts)
+    latency = None
+    if settings.measure_seconds > 0:
+        latency = runner.measure(budget, settings.max_batch_texts, settings.measure_seconds)
+        table = "\n".join("  ".join(cell.rjust(9) for cell in row) for row in latency.rows())
+        logger.info("%s: milliseconds of a run\n%s", manifest.name, table)
     _choose_lone_threads(runner, settings, cpus)
     calibration = bundle.calibration.precisions[precision]
     tiers = tuple(sorted({tier.quality for tier in calibration.certified}, reverse=True))
@@ -145,7 +150,7 @@ def _serve(settings: Settings, bundle: Bundle, metrics: Metrics) -> ServedModel:
             names,
         )
     logger.info(
-        "%s %s: %s on %s, %d exits, %d workers with %d threads (%d for a text alone); ms of a run:\n%s",
+        "%s %s: %s on %s, %d exits, %d workers with %d threads (%d for a run alone)",
         manifest.name,
         manifest.version,
         precision,
@@ -154,7 +159,6 @@ def _serve(settings: Settings, bundle: Bundle, metrics: Metrics) -> ServedModel:
         workers,
         threads,
         runner.lone_threads,
-        "\n".join("  ".join(cell.rjust(9) for cell in row) for row in latency.rows()),
     )
     return ServedModel(
         bundle=bundle,
@@ -172,7 +176,7 @@ def _serve(settings: Settings, bundle: Bundle, metrics: Metrics) -> ServedModel:
 def _choose_lone_threads(runner: Runner, settings: Settings, cpus: int) -> None:
     if settings.lone_threads is not None:
         runner.widen(settings.lone_threads)
-    elif runner.device == "cpu":
+    elif runner.device == "cpu" and settings.measure_seconds > 0:
         measured = runner.fit_lone_threads(min(cpus, 8))
         table = ", ".join(f"{seconds * 1000:.2f} ms on {threads}" for threads, seconds in measured.items())
         logger.info("a text alone, by threads: %s", table)

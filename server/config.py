@@ -57,12 +57,13 @@ class Settings(BaseSettings):
         description="CPU threads inside a run that has the machine to itself (where that is more than threads, a "
         "second set of sessions); none measures what helps, up to 8",
     )
-    warm_up_seconds: float = Field(
+    measure_seconds: float = Field(
         default=1.0,
         ge=0,
         le=600,
         allow_inf_nan=False,
-        description="about how long the start may measure runs of several sizes, per model",
+        description="about how long the start may measure how long runs take, per model; from it deadlines that cannot "
+        "be met are known. 0 measures nothing",
     )
     max_batch_tokens: int | None = Field(
         default=None,

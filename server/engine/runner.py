@@ -25,8 +25,8 @@ from server.engine.request import State
 
 logger = logging.getLogger("offramp.engine")
 
-# More than these change a median little, and a fast model is then warm long before its time is up.
-WARM_UP_ROUNDS = 5
+# More than these change a median little, and a fast model need not be measured until its time is up.
+MEASURING_ROUNDS = 5
 
 
 class Work(Protocol):
@@ -199,38 +199,34 @@ class Runner:
         logits, *state = sessions[segment - 1].run(self._outputs[segment - 1], feeds)
         return SegmentOutput(logits, tuple(array[0] for array in state), bounds)
 
-    def warm_up(self, max_batch_tokens: int, max_batch_texts: int, seconds: float) -> LatencyTable:
-        """Runs every segment on a few sizes, the largest first, so that no request pays for first-time allocations, and
-        returns how long they take. Stops after about ``seconds``; slow models are measured on fewer sizes.
+    def warm_up(self, max_batch_tokens: int, max_batch_texts: int) -> None:
+        """Runs every segment on a few sizes, the largest first, so that no request pays for first-time allocations.
 
         No batch is larger than requests will make one. The texts are as long as any can be and hold the largest ids
         that the tokenizer gives, so what passes here looks up nothing beyond a graph's tables later. Raises
         :class:`StartError`, naming the graph, where one does not run, logits or state come out with the wrong shape, or
         logits are not finite.
         """
-        end = time.perf_counter() + seconds
         limit = self._architecture.max_length
         longest = min(limit, max_batch_tokens)
         if limit > longest:
             # Only segment 1 looks positions up; to take such a text through all of them would hold up the start.
             self._try(1, [self._blank(limit)])
         most = min(max_batch_texts, max(1, max_batch_tokens // longest))
-        self._time([longest] * most)
-        self._time([min(3, longest)])
-        sizes = _sizes(max_batch_tokens, max_batch_texts, longest)
-        # Each size's first run paid for allocations, so only later ones count, where there was time for any.
-        rounds: list[list[Measurement]] = []
-        while len(rounds) < WARM_UP_ROUNDS and (not rounds or time.perf_counter() < end):
-            rounds.append([])
-            for lengths in sizes:
-                if rounds[-1] and time.perf_counter() > end:
-                    break
-                rounds[-1] += self._time(lengths)
-        first, later = rounds[0], list(itertools.chain.from_iterable(rounds[1:]))
-        measured_again = {(one.texts, one.tokens) for one in later if one.segment == len(self._paths)}
-        return LatencyTable.from_measurements(
-            [*later, *(one for one in first if (one.texts, one.tokens) not in measured_again)]
-        )
+        for texts, length in ((most, longest), (1, min(3, longest))):
+            self._time([length] * texts)
+
+    def measure(self, max_batch_tokens: int, max_batch_texts: int, seconds: float) -> LatencyTable:
+        """How long runs of several sizes take, measured for about ``seconds``, the largest first; a slow model is
+        measured on fewer sizes."""
+        end = time.perf_counter() + seconds
+        sizes = _sizes(max_batch_tokens, max_batch_texts, min(self._architecture.max_length, max_batch_tokens))
+        measured: list[Measurement] = []
+        for lengths in sizes * MEASURING_ROUNDS:
+            measured += self._time(lengths)
+            if time.perf_counter() > end:
+                break
+        return LatencyTable.from_measurements(measured)
 
     def fit_lone_threads(self, most: int) -> dict[int, float]:
         """Measures a text of middle length on 1, 2, 4 ... threads, up to ``most``, and keeps the number for lone runs.

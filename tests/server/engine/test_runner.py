@@ -67,7 +67,7 @@ def test_survivors_of_different_batches_can_be_regrouped(tiny_bundle: Bundle) ->
 def test_positions_start_where_the_backbone_says(tmp_path: Path) -> None:
     bundle = write_tiny_bundle(tmp_path, position_offset=2, uses_token_type_ids=False)
     runner = open_runner(bundle)
-    runner.warm_up(64, 4, 0.0)
+    runner.warm_up(64, 4)
     texts = some_texts(3, seed=5)
     together = _logits(runner, bundle, texts)
     alone = np.concatenate([_logits(runner, bundle, [text]) for text in texts], axis=1)
@@ -96,7 +96,7 @@ def test_a_graph_with_another_state_than_the_manifest_means_is_refused(tiny_bund
 def test_logits_that_are_not_as_wide_as_the_labels_are_refused(tiny_bundle: Bundle, tmp_path: Path) -> None:
     runner_of_three = _with(tiny_bundle, tmp_path, labels=("a", "b", "c"))
     with pytest.raises(StartError, match="labels"):
-        open_runner(runner_of_three).warm_up(64, 4, 0.0)
+        open_runner(runner_of_three).warm_up(64, 4)
 
 
 def test_a_file_that_is_no_graph_is_refused_by_name(tiny_bundle: Bundle, tmp_path: Path) -> None:
@@ -110,7 +110,7 @@ def test_a_file_that_is_no_graph_is_refused_by_name(tiny_bundle: Bundle, tmp_pat
 
 def test_a_model_that_gives_no_finite_answer_stops_the_start(tmp_path: Path) -> None:
     with pytest.raises(StartError, match="not finite"):
-        open_runner(write_tiny_bundle(tmp_path, poison=VOCABULARY)).warm_up(64, 4, 0.0)
+        open_runner(write_tiny_bundle(tmp_path, poison=VOCABULARY)).warm_up(64, 4)
 
 
 def test_the_warm_up_runs_no_larger_batch_than_requests_will(
@@ -125,7 +125,7 @@ def test_the_warm_up_runs_no_larger_batch_than_requests_will(
         return run(segment, items, **options)
 
     monkeypatch.setattr(runner, "run", counted)
-    runner.warm_up(1_000_000, 3, 0.0)
+    runner.warm_up(1_000_000, 3)
     assert max(sizes) == 3
 
 
@@ -144,7 +144,7 @@ def test_a_manifest_that_promises_more_than_its_graphs_hold_stops_the_start(
     manifest = tiny_bundle.manifest.model_copy(update={"architecture": architecture})
     bundle = Bundle(tiny_bundle.path, manifest, tiny_bundle.calibration, tiny_bundle.encoder)
     with pytest.raises(StartError, match=re.escape(words)):
-        open_runner(bundle).warm_up(64, 4, 0.0)
+        open_runner(bundle).warm_up(64, 4)
 
 
 def test_cuda_where_there_is_none_is_an_error_never_the_cpu(tiny_bundle: Bundle) -> None:
