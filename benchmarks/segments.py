@@ -2,7 +2,7 @@
 
     PYTHONPATH=. python benchmarks/segments.py --exits 0:peek,1:peek,3:peek,6:attention --lengths 128,20,30,60
 
-prints, for the texts padded and packed and for each exit, the milliseconds until its logits are there (lower quartile of
+prints, for the texts padded and packed and for each exit, milliseconds until its logits are there (lower quartile of
 the runs; wall clock, and CPU time of all threads, which is the one to compare on a busy machine). ``--operators`` adds
 where runs of all segments spend their time, by operator, as ONNX Runtime's profiler sees it (it adds some microseconds
 to each).
@@ -22,7 +22,6 @@ import onnxruntime
 from models.architecture import Architecture, ExitSpec
 from models.bundle import segment_io, state_names
 from training.graphs import Weights, build_segments, weight_shapes
-
 
 WARM_UP = 5
 
