@@ -17,6 +17,7 @@ import json
 import statistics
 import sys
 import time
+from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -167,23 +168,23 @@ def measure(options: argparse.Namespace) -> None:
     runner = Runner(bundle, precision=precision, device="cpu", threads=options.threads)
     # On a busy machine the CPU time of a run on one thread is what it would take on a quiet one.
     clock = time.thread_time if options.threads == 1 else time.perf_counter
-    draw, found = np.random.default_rng(0), []
-    for texts in options.texts_grid:
-        for length in options.length_grid:
+    draw, taken = np.random.default_rng(0), defaultdict(list)
+    shapes = [(n, length) for n in options.texts_grid for length in options.length_grid]
+    # All shapes in turn, again and again: a burst of noise then spoils one run of each, not all runs of one.
+    for _ in range(options.runs):
+        for texts, length in shapes:
             if texts > 1 and texts * length > options.max_batch_tokens:
                 continue
             ids = draw.integers(1000, 20_000, (texts, length), dtype=np.int64)
             probes = [Probe(row, np.zeros(length, dtype=np.int64)) for row in ids]
             for segment in range(1, len(bundle.manifest.architecture.exits) + 1):
-                taken = []
-                for _ in range(options.runs):
-                    began = clock()
-                    output = runner.run(segment, probes)
-                    taken.append(clock() - began)
-                found.append(Measurement(segment, texts, texts * length, min(taken)))
+                began = clock()
+                output = runner.run(segment, probes)
+                taken[segment, texts, texts * length].append(clock() - began)
                 probes = [
-                    Probe(probe.ids, probe.type_ids, state) for probe, state in zip(probes, output.states, strict=True)
+                    Probe(one.ids, one.type_ids, state) for one, state in zip(probes, output.states, strict=False)
                 ]
+    found = [Measurement(*cell, min(seconds)) for cell, seconds in taken.items()]
     table = LatencyTable.from_measurements(found)
     options.output.write_text(json.dumps(table.document()) + "\n", encoding="utf-8")
     rows = table.rows()

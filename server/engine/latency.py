@@ -4,7 +4,7 @@ Pure data: whoever measures hands the measurements in; scheduling, deadlines, ad
 """
 
 import statistics
-from bisect import bisect_right
+from bisect import bisect_left, bisect_right
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -40,6 +40,8 @@ class LatencyTable:
     _texts: tuple[int, ...] = field(init=False, repr=False)
     _tokens: tuple[int, ...] = field(init=False, repr=False)
     _seconds: tuple[tuple[_Row, ...], ...] = field(init=False, repr=False)
+    # What a text and a token more than measured add, for each segment.
+    _slopes: tuple[_Row, ...] = field(init=False, repr=False)
 
     def __post_init__(self) -> None:
         shape = self.seconds.shape
@@ -59,6 +61,20 @@ class LatencyTable:
         object.__setattr__(self, "_texts", tuple(self.texts.tolist()))
         object.__setattr__(self, "_tokens", tuple(self.tokens.tolist()))
         object.__setattr__(self, "_seconds", tuple(tuple(map(tuple, plane)) for plane in self.seconds.tolist()))
+        object.__setattr__(self, "_slopes", tuple(map(tuple, self._last_slopes().tolist())))
+
+    def _last_slopes(self) -> NDArray[np.float64]:
+        """``[E, 2]``: seconds a text and seconds a token over the last interval of either axis. Constants, for rows
+        that are not equally steep would cross somewhere, and more texts be cheaper there."""
+        per_text = np.zeros(len(self.seconds))
+        if len(self.texts) > 1:
+            per_text = (self.seconds[:, -1] - self.seconds[:, -2]).mean(axis=1) / (self.texts[-1] - self.texts[-2])
+        if len(self.tokens) > 1:
+            last = self.seconds[:, :, -1] - self.seconds[:, :, -2]
+            per_token = last.mean(axis=1) / (self.tokens[-1] - self.tokens[-2])
+        else:
+            per_token = self.seconds[:, :, 0].mean(axis=1) / self.tokens[0]
+        return np.stack([per_text, per_token], axis=1)
 
     @classmethod
     def from_measurements(cls, measurements: Iterable[Measurement]) -> "LatencyTable":
@@ -66,7 +82,8 @@ class LatencyTable:
 
         A cell measured more than once counts with its median. A cell that was not measured is interpolated along the
         tokens of its row; outside what was measured there (many texts can't have few tokens) it runs parallel to the
-        row of fewer texts. Where noise made more work look cheaper, the larger cell is lifted to the smaller one.
+        row of fewer texts. Where more work was measured cheaper than less, less is brought down to it: neighbours on a
+        busy machine only ever add time.
 
         Raises :class:`ValueError` where a number of texts was never measured for one of the segments.
         """
@@ -76,20 +93,25 @@ class LatencyTable:
         if not cells:
             raise ValueError("no measurements")
         texts, tokens = sorted({key[1] for key in cells}), sorted({key[2] for key in cells})
-        seconds = np.empty((max(key[0] for key in cells), len(texts), len(tokens)))
-        for segment in range(1, len(seconds) + 1):
-            for row, count in enumerate(texts):
-                known = [number for number in tokens if (segment, count, number) in cells]
-                if not known:
-                    raise ValueError(f"segment {segment} was never measured with {count} texts")
-                medians = [statistics.median(cells[segment, count, number]) for number in known]
-                along = [_along(known, medians, number) for number in tokens]
-                if row:
-                    # Beyond what was measured with as many texts: parallel to what fewer texts took.
-                    fewer = seconds[segment - 1, row - 1]
-                    nearest = [tokens.index(min(max(number, known[0]), known[-1])) for number in tokens]
-                    along = [along[near] + fewer[at] - fewer[near] for at, near in enumerate(nearest)]
-                seconds[segment - 1, row] = along
+        ceiling = np.full((max(key[0] for key in cells), len(texts), len(tokens)), np.inf)
+        for (segment, count, number), taken in cells.items():
+            ceiling[segment - 1, texts.index(count), tokens.index(number)] = statistics.median(taken)
+        measured = np.isfinite(ceiling)
+        for axis in (1, 2):
+            ceiling = np.flip(np.minimum.accumulate(np.flip(ceiling, axis), axis=axis), axis)
+        seconds = np.empty_like(ceiling)
+        for segment, row in np.ndindex(*ceiling.shape[:2]):
+            known = np.flatnonzero(measured[segment, row])
+            if not len(known):
+                raise ValueError(f"segment {segment + 1} was never measured with {texts[row]} texts")
+            points, values = [tokens[at] for at in known], ceiling[segment, row, known].tolist()
+            along = np.array([_along(points, values, number) for number in tokens])
+            if row:
+                # Outside what was measured with as many texts: parallel to what fewer texts took.
+                fewer = seconds[segment, row - 1]
+                nearest = np.clip(np.arange(len(tokens)), known[0], known[-1])
+                along = along[nearest] + fewer - fewer[nearest]
+            seconds[segment, row] = np.minimum(along, ceiling[segment, row])
         seconds = np.maximum.accumulate(np.maximum.accumulate(seconds, axis=2), axis=1)
         return cls(np.asarray(texts, dtype=np.int64), np.asarray(tokens, dtype=np.int64), seconds)
 
@@ -121,17 +143,24 @@ class LatencyTable:
     def seconds_of(self, segment: int, texts: float, tokens: float) -> float:
         """Seconds of one run of ``segment`` (1 = first) on ``texts`` texts with ``tokens`` tokens in all.
 
-        Bilinear between measured cells. Less than the smallest takes as long as it does; more than the largest goes on
-        as steeply as the last two cells, and in proportion to the tokens where only one number of tokens was measured.
+        Bilinear between measured cells. Less than the smallest takes as long as it does; beyond the largest each text
+        and each token adds what one of the last interval's adds on average (in proportion to the tokens where only one
+        number of tokens was measured).
         """
-        plane = self._seconds[segment - 1]
-        if len(self._texts) == 1 or texts <= self._texts[0]:
-            return _along(self._tokens, plane[0], tokens)
-        right = min(bisect_right(self._texts, texts), len(self._texts) - 1)
+        plane, (per_text, per_token) = self._seconds[segment - 1], self._slopes[segment - 1]
+        most_texts, most_tokens = self._texts[-1], self._tokens[-1]
+        beyond = 0.0
+        if texts > most_texts:
+            beyond, texts = per_text * (texts - most_texts), most_texts
+        if tokens > most_tokens:
+            beyond, tokens = beyond + per_token * (tokens - most_tokens), most_tokens
+        right = bisect_left(self._texts, texts)
+        above = _along(self._tokens, plane[right], tokens)
+        if right == 0 or self._texts[right] == texts:
+            return above + beyond
         low, high = self._texts[right - 1], self._texts[right]
-        below, above = _along(self._tokens, plane[right - 1], tokens), _along(self._tokens, plane[right], tokens)
-        # Rows need not be equally steep, so beyond the last tokens they may cross; more texts are still not cheaper.
-        return below + max(0.0, above - below) * (texts - low) / (high - low)
+        below = _along(self._tokens, plane[right - 1], tokens)
+        return below + (above - below) * (texts - low) / (high - low) + beyond
 
     def rows(self) -> list[list[str]]:
         """For printing: a head, then for each cell its texts, its tokens and every segment's milliseconds."""

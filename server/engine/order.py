@@ -61,7 +61,12 @@ def gittins(queues: Sequence[Queue]) -> Queue:
     return max(queues, key=lambda queue: (queue.chance * queue.batch / queue.seconds, -queue.oldest))
 
 
-ORDERS: Mapping[str, Order] = {"oldest": oldest, "deepest": deepest, "gittins": gittins}
+def fullest(queues: Sequence[Queue]) -> Queue:
+    """The largest micro-batch: a text costs the less the more run with it. Ties go to the older."""
+    return max(queues, key=lambda queue: (queue.batch, -queue.oldest))
+
+
+ORDERS: Mapping[str, Order] = {"oldest": oldest, "deepest": deepest, "gittins": gittins, "fullest": fullest}
 
 
 class Chances:

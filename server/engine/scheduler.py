@@ -250,7 +250,7 @@ class Scheduler(Generic[W]):
         texts = self._share(len(queue.by_age))
         items: list[W] = []
         tokens = 0
-        until = math.inf
+        until = None
         source: Sequence[W] = queue.by_age
         if first is not None:
             until = _deadline(queue.by_deadline[first])
@@ -263,7 +263,7 @@ class Scheduler(Generic[W]):
             if items and tokens + item.tokens > self._max_batch_tokens:
                 break
             # Company must not make the one late that goes first because it would be.
-            if items and until < now + self._seconds(segment, len(items) + 1, tokens + item.tokens):
+            if items and until and until < now + self._seconds(segment, len(items) + 1, tokens + item.tokens):
                 break
             items.append(item)
             tokens += item.tokens

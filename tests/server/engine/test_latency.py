@@ -61,6 +61,17 @@ def test_cells_that_cannot_be_measured_are_filled() -> None:
         assert table.estimate(1, lengths) == pytest.approx(_linear(len(lengths), sum(lengths)))
 
 
+def test_noise_that_made_little_work_look_dear_does_not_spread() -> None:
+    table = LatencyTable.from_measurements(
+        Measurement(1, texts, tokens, 0.5 if (texts, tokens) == (1, 16) else _linear(texts, tokens))
+        for texts in (1, 4)
+        for tokens in (8, 16, 32)
+    )
+    assert table.estimate(1, [16]) == pytest.approx(_linear(1, 32))
+    for lengths in ([8], [32], [2] * 4, [4] * 4, [8] * 4):
+        assert table.estimate(1, lengths) == pytest.approx(_linear(len(lengths), sum(lengths)))
+
+
 _cells = st.dictionaries(
     st.tuples(st.integers(1, 20), st.integers(1, 300)), st.floats(1e-6, 1.0), min_size=1, max_size=12
 )

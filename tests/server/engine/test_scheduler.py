@@ -13,7 +13,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from models.exits import Policy, full_depth
 from server.engine.latency import LatencyTable, Measurement
-from server.engine.order import ORDERS, Chances, Order, deepest, gittins, oldest
+from server.engine.order import ORDERS, Chances, Order, deepest, fullest, gittins, oldest
 from server.engine.request import Item, Picked, Submission
 from server.engine.scheduler import Scheduler
 
@@ -160,7 +160,7 @@ def _two_queues(order: Order, latency: LatencyTable | None = None, **more: Any) 
     return scheduler
 
 
-@pytest.mark.parametrize(("order", "segment"), [(oldest, 1), (deepest, 2)])
+@pytest.mark.parametrize(("order", "segment"), [(oldest, 1), (deepest, 2), (fullest, 2)])
 def test_the_order_chooses_the_queue(order: Order, segment: int) -> None:
     assert _segments(_two_queues(order))[0] == segment
 

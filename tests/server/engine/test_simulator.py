@@ -8,7 +8,7 @@ import pytest
 
 from benchmarks.simulate import main
 from server.engine.latency import LatencyTable, Measurement
-from server.engine.order import Order, deepest, gittins, oldest
+from server.engine.order import ORDERS, Order, deepest, gittins, oldest
 from server.engine.scheduler import Scheduler
 from server.engine.simulator import Arrivals, Profile, Service, Simulated, batching_like, simulate
 
@@ -93,7 +93,7 @@ def test_one_worker_with_constant_times_waits_as_pollaczek_and_khinchine_say(loa
     assert found.busy / found.elapsed == pytest.approx(load, rel=0.02)
 
 
-@pytest.mark.parametrize("order", [oldest, deepest, gittins])
+@pytest.mark.parametrize("order", list(ORDERS.values()))
 @pytest.mark.parametrize("workers", [1, 3])
 def test_every_text_passes_each_segment_once_until_its_exit_and_no_further(order: Order, workers: int) -> None:
     profile = _profile(1, 1, 2, 4)
@@ -177,7 +177,7 @@ def test_the_command_compares_orders_on_the_committed_measurements(capsys: pytes
 def test_the_command_says_in_one_line_what_is_wrong(tmp_path: Any, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
         main(["run", "--orders", "newest"])
-    assert "no order newest; there are oldest, deepest, gittins" in capsys.readouterr().err
+    assert "no order newest; there are oldest, deepest, gittins, fullest" in capsys.readouterr().err
     with pytest.raises(SystemExit, match=r"no exits for quality 0\.5"):
         main(["run", "--quality", "0.5"])
     broken = tmp_path / "table.json"
