@@ -14,6 +14,7 @@ from server.config import Settings, StartError
 from server.cpus import cpu_allowance, split_cpus
 from server.engine.engine import Engine
 from server.engine.latency import LatencyTable
+from server.engine.order import ORDERS
 from server.engine.runner import Runner
 from server.metrics import Metrics, ModelMetrics
 
@@ -131,6 +132,7 @@ def _serve(settings: Settings, bundle: Bundle, metrics: Metrics) -> ServedModel:
         max_batch_tokens=budget,
         max_batch_texts=settings.max_batch_texts,
         latency=latency,
+        order=ORDERS[settings.order],
     )
     observer.watch_queues(engine.queue_depth)
     metrics.model_info.labels(

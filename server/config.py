@@ -72,6 +72,11 @@ class Settings(BaseSettings):
         description="tokens of one micro-batch (a longer single text runs alone); "
         "none means 512 on the CPU and 8192 on CUDA",
     )
+    order: Literal["oldest", "deepest", "gittins", "fullest"] = Field(
+        default="oldest",
+        description="which texts a free worker takes first: the oldest, those furthest on, where most answers a second "
+        "are expected, or the largest micro-batch; none lets a text starve",
+    )
     max_batch_texts: int = Field(default=32, ge=1, le=4096, description="texts of one micro-batch")
 
     default_quality: float = Field(

@@ -20,6 +20,7 @@ import numpy as np
 from models.exits import Policy, Reason, agree, decide, judge
 from models.tokenization import Encoded, TextEncoder
 from server.engine.latency import LatencyTable
+from server.engine.order import Order, oldest
 from server.engine.request import Answer, Batch, Failure, Item, Outcome, Reading, Submission, Text
 from server.engine.runner import SegmentRunner
 from server.engine.scheduler import Scheduler
@@ -95,6 +96,7 @@ class Engine:
         max_batch_tokens: int,
         max_batch_texts: int,
         latency: LatencyTable | None = None,
+        order: Order = oldest,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """Temperatures have one entry per exit; ``max_queue`` bounds the texts admitted and not yet settled.
@@ -121,6 +123,7 @@ class Engine:
             max_batch_tokens=max_batch_tokens,
             max_batch_texts=max_batch_texts,
             latency=latency,
+            order=order,
             workers=workers,
         )
         # Guards the scheduler and the count of busy workers; waited on by idle workers.

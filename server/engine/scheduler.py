@@ -41,6 +41,10 @@ class Waiting(Protocol):
 
 W = TypeVar("W", bound=Waiting)
 
+# Attention gathers a micro-batch to [texts, longest] (docs/decisions/0003): a text of 400 tokens among 31 of 3 would
+# take 25 times the memory and attention of its tokens. So slots are bounded too, by this many for each token allowed.
+SLOTS_PER_TOKEN = 2
+
 _arrival: Callable[[Any], int] = attrgetter("arrival")
 _deadline: Callable[[Any], float] = attrgetter("deadline")
 
@@ -249,7 +253,7 @@ class Scheduler(Generic[W]):
         """The texts of the next micro-batch, and their tokens."""
         texts = self._share(len(queue.by_age))
         items: list[W] = []
-        tokens = 0
+        tokens = longest = 0
         until = None
         source: Sequence[W] = queue.by_age
         if first is not None:
@@ -260,7 +264,11 @@ class Scheduler(Generic[W]):
                 break
             if item.done or (first is not None and item in items):
                 continue
-            if items and tokens + item.tokens > self._max_batch_tokens:
+            longest = max(longest, item.tokens)
+            if items and (
+                tokens + item.tokens > self._max_batch_tokens
+                or (len(items) + 1) * longest > SLOTS_PER_TOKEN * self._max_batch_tokens
+            ):
                 break
             # Company must not make the one late that goes first because it would be.
             if items and until and until < now + self._seconds(segment, len(items) + 1, tokens + item.tokens):

@@ -12,6 +12,7 @@ import pytest
 from models.bundle import Bundle
 from models.exits import Policy, full_depth
 from server.engine.engine import Engine, NoTokens, NotRunning, Overloaded, TooLong
+from server.engine.latency import LatencyTable, Measurement
 from server.engine.request import Answer, Failure, Outcome, Text
 from server.engine.runner import Runner, SegmentOutput, Work
 from tests.server.conftest import some_texts
@@ -378,7 +379,7 @@ async def test_the_queue_is_bounded_and_recovers(tiny_bundle: Bundle) -> None:
         await gate.entered()
         with pytest.raises(Overloaded) as caught:
             await rig.ask("a long film", "a short film")
-        assert caught.value.retry_after >= 1
+        assert (caught.value.reason, caught.value.retry_after) == ("queue_full", 1)
         third = asyncio.ensure_future(rig.ask("a long film"))
         await asyncio.sleep(0)
         with pytest.raises(Overloaded):
@@ -386,6 +387,20 @@ async def test_the_queue_is_bounded_and_recovers(tiny_bundle: Bundle) -> None:
         gate.open()
         await asyncio.gather(first, third)
         assert len(await rig.ask("a", "b", "c")) == 3
+
+
+async def test_a_text_that_could_not_make_its_deadline_is_refused_before_it_costs_anything(tiny_bundle: Bundle) -> None:
+    slow = LatencyTable.from_measurements(Measurement(segment, 1, 8, 10.0) for segment in range(1, 5))
+    async with running(tiny_bundle, max_queue=1, latency=slow) as rig:
+        for _ in range(3):
+            with pytest.raises(Overloaded) as caught:
+                await rig.ask("a good film", deadline_seconds=9.0)
+            assert caught.value.reason == "late"
+            assert caught.value.retry_after >= 1
+        assert rig.spy.runs == []
+        # Those without a deadline, or with one that can be met, are served.
+        assert answered((await rig.ask("a good film"))[0]).reason == "final"
+        assert answered((await rig.ask("a good film", deadline_seconds=60.0))[0]).reason == "final"
 
 
 @pytest.mark.parametrize("broken", ["", "\u0000"])

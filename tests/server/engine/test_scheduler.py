@@ -101,6 +101,13 @@ def test_texts_of_any_lengths_share_a_batch_within_the_token_budget() -> None:
     assert [[item.arrival for item in batch.items] for batch in _drain(scheduler)] == [[0, 1, 2], [3]]
 
 
+def test_a_long_text_takes_few_short_ones_along() -> None:
+    """Attention lays a micro-batch out as texts × longest, so 1 × 40 and 24 × 1 tokens are 25 × 40 to it."""
+    scheduler = _scheduler(tokens=64, texts=32)
+    scheduler.add([_item(0, tokens=40), *(_item(number, tokens=1) for number in range(1, 25))], 0.0)
+    assert [len(batch.items) for batch in _drain(scheduler)] == [3, 22]
+
+
 def test_a_text_that_does_not_fit_is_not_overtaken() -> None:
     scheduler = _scheduler(tokens=10)
     scheduler.add([_item(0, tokens=6), _item(1, tokens=8), _item(2, tokens=2)], 0.0)
