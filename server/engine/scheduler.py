@@ -43,7 +43,7 @@ W = TypeVar("W", bound=Waiting)
 
 # Attention gathers a micro-batch to [texts, longest] (docs/decisions/0003): a text of 400 tokens among 31 of 3 would
 # take 25 times the memory and attention of its tokens. So slots are bounded too, by this many for each token allowed.
-SLOTS_PER_TOKEN = 2
+SLOTS_PER_TOKEN = 4
 
 _arrival: Callable[[Any], int] = attrgetter("arrival")
 _deadline: Callable[[Any], float] = attrgetter("deadline")
