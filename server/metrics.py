@@ -22,7 +22,7 @@ BATCH_SIZES = (1, 2, 4, 8, 16, 32, 64, 128, 256)
 CONFIDENCES = (0.5, 0.6, 0.7, 0.8, 0.85, 0.9, 0.925, 0.95, 0.97, 0.98, 0.99, 0.995, 0.999, 1.0)
 
 CLASSIFY_CODES = (200, 400, 413, 422, 429, 499, 500, 503, 504)
-REJECTIONS = ("queue_full", "deadline", "not_running")
+REJECTIONS = ("queue_full", "late", "deadline", "not_running")
 UNMATCHED = "unmatched"
 
 
