@@ -95,6 +95,13 @@ def train(
     contrast_temperature: Annotated[float, typer.Option(help="τ: temperature of the contrastive loss")] = 0.3,
     max_angle: Annotated[float, typer.Option(help="θ in degrees: beyond it a batch drops the contrastive loss")] = 90.0,
     angle_every: Annotated[int, typer.Option(help="compare the gradients on every n-th batch only")] = 1,
+    exit_weights: Annotated[
+        Literal["uniform", "depth"], typer.Option(help="of the exits' cross-entropies: all alike, or rising with depth")
+    ] = "uniform",
+    distillation_weight: Annotated[
+        float, typer.Option(help="weight of the divergence from the deepest exit, added to any method [0: none]")
+    ] = 0.0,
+    distillation_temperature: Annotated[float, typer.Option(help="T: softens both sides of that divergence")] = 2.0,
     early_stop: Annotated[
         int | None, typer.Option(help="stop after so many epochs without a better validation score")
     ] = None,
@@ -251,7 +258,7 @@ def _numbers(option: str, text: str) -> list[int]:
 
 def _settings(values: Mapping[str, Any], output: Path) -> "RunSettings":
     """Options of ``train`` as run settings; a bad one is wrong usage that names it."""
-    from training.methods import Contrast
+    from training.methods import Contrast, Distillation
     from training.pipeline import DataSettings, RunSettings
     from training.trainer import TrainingSettings
 
@@ -289,6 +296,8 @@ def _settings(values: Mapping[str, Any], output: Path) -> "RunSettings":
                 head_learning_rate_factor=values["head_learning_rate_factor"],
                 contrast=Contrast(values["contrast_weight"], values["contrast_temperature"], values["max_angle"]),
                 angle_every=values["angle_every"],
+                distillation=Distillation(values["distillation_weight"], values["distillation_temperature"]),
+                exit_weights=values["exit_weights"],
                 seed=values["seed"],
                 stop_after=values["early_stop"],
                 keep=values["keep"],

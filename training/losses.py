@@ -1,4 +1,4 @@
-"""The contrastive losses of aligned contrastive learning (ACL, arXiv 2602.03563) over one batch.
+"""The losses beside cross-entropy over one batch: aligned contrastive learning (ACL, arXiv 2602.03563), distillation.
 
 Notation of docs/training.md: z = h/‖h‖ are normalised features [N, d], l_k = W_k/‖W_k‖ the normalised rows of an exit's
 classifier [K, d] (its label embeddings), τ a temperature. Each exit m has the elements
@@ -63,3 +63,15 @@ def acl_cl(
     guides, guide_classes = _elements(teacher_features.detach(), labels, teacher_label_embeddings.detach())
     candidates = torch.cat([vectors, guides])
     return _contrast(vectors, classes, candidates, torch.cat([classes, guide_classes]), temperature)
+
+
+def distillation(logits: Tensor, teacher_logits: Tensor, temperature: float) -> Tensor:
+    """Mean over texts of T²·KL(softmax(t/T) ‖ softmax(s/T)), T the ``temperature`` (Hinton et al. 2015).
+
+    ``logits [N, K]`` of the student s, ``teacher_logits [N, K]`` of the teacher t, which get no gradient → scalar. T²
+    keeps the size of the gradient alike at every T.
+    """
+    wide = torch.promote_types(logits.dtype, torch.float32)
+    student = functional.log_softmax(logits.to(wide) / temperature, dim=-1)
+    teacher = functional.log_softmax(teacher_logits.detach().to(wide) / temperature, dim=-1)
+    return temperature**2 * functional.kl_div(student, teacher, reduction="batchmean", log_target=True)

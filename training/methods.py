@@ -14,10 +14,11 @@ from torch import Tensor
 from torch.nn import functional
 
 from models.network import ExitOutput, MultiExitNetwork
-from training.losses import acl_cl, acl_embed
+from training.losses import acl_cl, acl_embed, distillation
 
 MethodName = Literal["ce", "jt", "acl-cl"]
 METHODS: tuple[MethodName, ...] = ("ce", "jt", "acl-cl")
+ExitWeights = Literal["uniform", "depth"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,10 +39,30 @@ class Contrast:
 
 
 @dataclass(frozen=True, slots=True)
+class Distillation:
+    """Self-distillation: every other exit learns from the deepest one's softened answers too.
+
+    ``weight`` of their divergence beside CE (0: none), ``temperature`` T of both sides.
+    """
+
+    weight: float = 0.0
+    temperature: float = 2.0
+
+    def __post_init__(self) -> None:
+        if not 0.0 <= self.weight < math.inf:
+            raise ValueError(f"distillation weight must be a number of at least 0, not {self.weight}")
+        if not 0.0 < self.temperature < math.inf:
+            raise ValueError(f"distillation temperature must be above 0, not {self.temperature}")
+
+
+@dataclass(frozen=True, slots=True)
 class Objective:
-    """``cross_entropy``: scalar to minimise. ``contrastive``: scalar weighed by λ under ACL-Grad, or None."""
+    """Scalars of one batch: ``cross_entropy``; ``distilled``, the divergence from the deepest exit (unweighted, None
+    without one); ``supervised``, both together; ``contrastive``, which ACL-Grad weighs by λ or drops, or None."""
 
     cross_entropy: Tensor
+    supervised: Tensor
+    distilled: Tensor | None = None
     contrastive: Tensor | None = None
 
 
@@ -51,22 +72,44 @@ def trained_exits(method: MethodName, network: MultiExitNetwork) -> list[int]:
     return numbers[-1:] if method == "ce" else numbers
 
 
+def exit_weights(kind: ExitWeights, exits: int) -> list[float]:
+    """w_1 .. w_M of the cross-entropies, shallowest first, M in sum: all 1, or w_m ∝ m (``depth``; PABEE, Zhou et al.
+    2020, whose Σ m CE_m / Σ m is this over M: the size of the loss stays that of ``uniform``)."""
+    if kind == "uniform":
+        return [1.0] * exits
+    return [2 * m / (exits + 1) for m in range(1, exits + 1)]
+
+
 def objective(
     method: MethodName,
     network: MultiExitNetwork,
     outputs: Mapping[int, ExitOutput],
     labels: Tensor,
     contrast: Contrast,
+    distil: Distillation = Distillation(),
+    weights: ExitWeights = "uniform",
 ) -> Objective:
     """The losses of ``method`` on one batch; ``labels [B]``, ``outputs`` by exit number.
 
-    - ``ce``: CE at the last exit. - ``jt``: Σ_m CE_m (BERxiT's "all"; DeeBERT's second stage trained jointly).
-    - ``acl-cl``: Σ_m CE_m, and Σ_{m<M} ACL-CL_m + ACL-Embed_M as the contrastive part.
+    - ``ce``: CE at the last exit. - ``jt``: Σ_m w_m CE_m (BERxiT's "all"; DeeBERT's second stage trained jointly).
+    - ``acl-cl``: Σ_m w_m CE_m, and Σ_{m<M} ACL-CL_m + ACL-Embed_M as the contrastive part.
+
+    ``distil`` adds Σ_{m<M} KL_m from the deepest exit M of ``outputs``. w: see :func:`exit_weights`.
     """
-    cross_entropy = torch.stack([functional.cross_entropy(o.logits.float(), labels) for o in outputs.values()]).sum()
-    if method != "acl-cl":
-        return Objective(cross_entropy)
     last = max(outputs)
+    each = [
+        w * functional.cross_entropy(o.logits.float(), labels)
+        for w, o in zip(exit_weights(weights, len(outputs)), outputs.values(), strict=True)
+    ]
+    cross_entropy = supervised = torch.stack(each).sum()
+    distilled = None
+    if distil.weight and len(outputs) > 1:
+        teacher_logits = outputs[last].logits
+        apart = [distillation(o.logits, teacher_logits, distil.temperature) for m, o in outputs.items() if m != last]
+        distilled = torch.stack(apart).sum()
+        supervised = cross_entropy + distil.weight * distilled
+    if method != "acl-cl":
+        return Objective(cross_entropy, supervised, distilled)
     teacher, teacher_labels = outputs[last].features, network.label_embeddings(last)
     parts = [
         acl_cl(o.features, labels, network.label_embeddings(m), teacher, teacher_labels, contrast.temperature)
@@ -74,7 +117,7 @@ def objective(
         else acl_embed(teacher, labels, teacher_labels, contrast.temperature)
         for m, o in outputs.items()
     ]
-    return Objective(cross_entropy, torch.stack(parts).sum())
+    return Objective(cross_entropy, supervised, distilled, torch.stack(parts).sum())
 
 
 def angle_between(first: Sequence[Tensor | None], second: Sequence[Tensor | None]) -> float:

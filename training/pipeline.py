@@ -514,17 +514,19 @@ def read_run(folder: Path) -> RunSettings:
 
 def settings_from(document: Mapping[str, Any]) -> RunSettings:
     """:class:`RunSettings` from their JSON form."""
-    from training.methods import Contrast
+    from training.methods import Contrast, Distillation
 
     values = dict(document)
     training = dict(values.pop("training"))
     contrast = Contrast(**training.pop("contrast"))
+    # A run of before distillation had none.
+    distillation = Distillation(**training.pop("distillation", {}))
     for name in ("exit_layers", "precisions"):
         if values.get(name) is not None:
             values[name] = tuple(values[name])
     return RunSettings(
         data=DataSettings(**values.pop("data")),
-        training=TrainingSettings(contrast=contrast, **training),
+        training=TrainingSettings(contrast=contrast, distillation=distillation, **training),
         **values,
     )
 

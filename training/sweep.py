@@ -65,7 +65,8 @@ def run_cell(
     sizes = {"examples": len(train_examples), "evaluated_on": len(evaluation)}
     if target.exists():
         done: dict[str, Any] = json.loads(target.read_text(encoding="utf-8"))
-        theirs, ours = {**done, **done["settings"]}, {**asdict(chosen), **sizes}
+        # Settings that came after a result was written stood at what are their defaults now.
+        theirs, ours = {**asdict(TrainingSettings()), **done, **done["settings"]}, {**asdict(chosen), **sizes}
         differing = [name for name in ours if name != "checkpoint_minutes" and theirs.get(name) != ours[name]]
         if differing:
             raise TrainingError(f"{target}: was made with other {', '.join(differing)}; use another folder")

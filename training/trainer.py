@@ -22,7 +22,17 @@ from torch import Tensor
 
 from models.network import MultiExitNetwork
 from training.data import Tokenized, collate, length_grouped
-from training.methods import METHODS, Contrast, MethodName, Objective, acl_grad, objective, trained_exits
+from training.methods import (
+    METHODS,
+    Contrast,
+    Distillation,
+    ExitWeights,
+    MethodName,
+    Objective,
+    acl_grad,
+    objective,
+    trained_exits,
+)
 from training.metrics import METRICS, metric_value
 
 
@@ -40,8 +50,10 @@ class TrainingSettings:
 
     ``head_learning_rate_factor`` multiplies it for the exits' own parameters, which start from noise.
     ``angle_every`` = n compares the gradients (ACL-Grad) on every n-th batch only, and takes the contrastive term as
-    agreeing on the others, which saves a backward pass there. ``stop_after`` ends training after that many epochs
-    without a better validation score (None: never). ``checkpoint_minutes`` is the longest work that a kill can lose.
+    agreeing on the others, which saves a backward pass there. ``exit_weights`` are those of the exits' cross-entropies
+    (``methods.exit_weights``), ``distillation`` adds the deepest exit as a teacher to any method.
+    ``stop_after`` ends training after that many epochs without a better validation score (None: never).
+    ``checkpoint_minutes`` is the longest work that a kill can lose.
     """
 
     method: MethodName = "acl-cl"
@@ -53,6 +65,8 @@ class TrainingSettings:
     warmup: float = 0.06
     max_gradient_norm: float = 1.0
     contrast: Contrast = field(default_factory=Contrast)
+    distillation: Distillation = field(default_factory=Distillation)
+    exit_weights: ExitWeights = "uniform"
     angle_every: int = 1
     metric: str = "accuracy"
     seed: int = 0
@@ -71,6 +85,7 @@ class TrainingSettings:
             ("metric", tuple(METRICS)),
             ("mixed_precision", get_args(Precision)),
             ("keep", get_args(Kept)),
+            ("exit_weights", get_args(ExitWeights)),
         ):
             if getattr(self, name) not in choices:
                 raise ValueError(f"{name} must be one of {', '.join(choices)}, not {getattr(self, name)!r}")
@@ -86,6 +101,8 @@ class TrainingSettings:
             raise ValueError(f"learning_rate must lie between 0 and 1, not {self.learning_rate}")
         if not 0 <= self.warmup < 1:
             raise ValueError(f"warmup must lie in [0, 1), not {self.warmup}")
+        if self.distillation.weight and self.method == "ce":
+            raise ValueError("distillation needs a method that trains several exits, not 'ce'")
         if self.stop_after is not None and self.stop_after < 1:
             raise ValueError(f"stop_after must be at least 1, not {self.stop_after}")
 
@@ -228,7 +245,7 @@ def train(
     only = trained_exits(settings.method, network)
     network.train()
     saved_at = time.monotonic()
-    with _Log(folder / "steps.csv", ["step", "epoch", "cross_entropy", "contrastive", "angle"]) as log:
+    with _Log(folder / "steps.csv", ["step", "epoch", "cross_entropy", "contrastive", "angle", "distilled"]) as log:
         while not progress.is_over(settings):
             epoch = progress.epoch
             batches = length_grouped(training_data, settings.batch_size, seed=settings.seed, epoch=epoch)
@@ -243,10 +260,22 @@ def train(
                         batch.token_type_ids.to(device),
                         only=only,
                     )
-                    goal = objective(settings.method, network, outputs, batch.labels.to(device), settings.contrast)
+                    goal = objective(
+                        settings.method,
+                        network,
+                        outputs,
+                        batch.labels.to(device),
+                        settings.contrast,
+                        settings.distillation,
+                        settings.exit_weights,
+                    )
                 loss = float(goal.cross_entropy.detach())
-                extra = math.nan if goal.contrastive is None else float(goal.contrastive.detach())
-                if not math.isfinite(loss) or not (goal.contrastive is None or math.isfinite(extra)):
+                extra, distilled = (
+                    math.nan if part is None else float(part.detach()) for part in (goal.contrastive, goal.distilled)
+                )
+                if not math.isfinite(float(goal.supervised.detach())) or not (
+                    goal.contrastive is None or math.isfinite(extra)
+                ):
                     raise TrainingError(
                         f"the loss is {loss} (contrastive: {extra}) at step {progress.step + 1}; a lower learning_rate "
                         f"than {settings.learning_rate:g} may help"
@@ -262,7 +291,7 @@ def train(
                 progress.step += 1
                 progress.batch = index + 1
                 progress.angles.append(angle)
-                log.write([progress.step, epoch, loss, extra, angle])
+                log.write([progress.step, epoch, loss, extra, angle, distilled])
                 seen += len(batch.labels)
                 rate = seen / max(time.monotonic() - clock, 1e-9)
                 on_step(StepReport(epoch + 1, progress.step, steps, loss, extra, angle, rate))
@@ -294,11 +323,11 @@ def _gradients(
 ) -> tuple[list[Tensor | None], float]:
     """Gradients to step with, from one forward pass; the angle is NaN where nothing was compared."""
     if goal.contrastive is None:
-        return list(torch.autograd.grad(goal.cross_entropy, parameters, allow_unused=True)), math.nan
+        return list(torch.autograd.grad(goal.supervised, parameters, allow_unused=True)), math.nan
     if not compare:
-        total = goal.cross_entropy + contrast.weight * goal.contrastive
+        total = goal.supervised + contrast.weight * goal.contrastive
         return list(torch.autograd.grad(total, parameters, allow_unused=True)), math.nan
-    ce = torch.autograd.grad(goal.cross_entropy, parameters, retain_graph=True, allow_unused=True)
+    ce = torch.autograd.grad(goal.supervised, parameters, retain_graph=True, allow_unused=True)
     acl = torch.autograd.grad(goal.contrastive, parameters, allow_unused=True)
     return acl_grad(ce, acl, contrast)
 
@@ -346,6 +375,8 @@ def _digest(data: Tokenized) -> str:
 
 
 def _require_same(path: Path, theirs: dict[str, Any], ours: dict[str, Any]) -> None:
+    # Settings that came after that run began stood at what are their defaults now.
+    theirs = {**asdict(TrainingSettings()), **theirs}
     differing = [name for name in {**ours, **theirs} if theirs.get(name) != ours.get(name)]
     if differing:
         raise TrainingError(f"{path}: was written with other {', '.join(differing)}; it cannot be resumed")

@@ -12,8 +12,17 @@ from torch.nn import functional
 
 from models.network import ExitOutput
 from tests.training.toy import tiny_architecture_network
-from training.losses import acl_cl, acl_embed
-from training.methods import Contrast, MethodName, acl_grad, angle_between, objective, trained_exits
+from training.losses import acl_cl, acl_embed, distillation
+from training.methods import (
+    Contrast,
+    Distillation,
+    MethodName,
+    acl_grad,
+    angle_between,
+    exit_weights,
+    objective,
+    trained_exits,
+)
 
 
 def vectors(*numbers: Sequence[float] | None) -> list[Tensor | None]:
@@ -170,6 +179,59 @@ def test_joint_training_sums_the_cross_entropies_of_all_exits() -> None:
     expected = sum(literal_cross_entropy(o.logits, LABELS) for o in outputs.values())
     assert float(goal.cross_entropy) == pytest.approx(expected, rel=1e-5)
     assert goal.contrastive is None
+
+
+def test_weights_by_depth_rise_evenly_and_keep_the_size_of_the_loss() -> None:
+    assert exit_weights("uniform", 4) == [1.0, 1.0, 1.0, 1.0]
+    assert exit_weights("depth", 4) == pytest.approx([0.4, 0.8, 1.2, 1.6])
+    assert exit_weights("depth", 1) == [1.0]
+
+
+def test_weights_by_depth_are_pabees_average_times_the_number_of_exits() -> None:
+    outputs = outputs_of(LABELS, [1, 2, 3])
+    goal = objective("jt", tiny_architecture_network(), outputs, LABELS, Contrast(), weights="depth")
+    weighted = sum(m * literal_cross_entropy(o.logits, LABELS) for m, o in outputs.items())
+    assert float(goal.cross_entropy) == pytest.approx(3 * weighted / (1 + 2 + 3), rel=1e-5)
+
+
+@pytest.mark.parametrize("method", ["jt", "acl-cl"])
+def test_distillation_adds_the_divergence_of_every_other_exit_from_the_deepest(method: MethodName) -> None:
+    network, outputs = tiny_architecture_network(), outputs_of(LABELS, [1, 2, 3])
+    plain = objective(method, network, outputs, LABELS, Contrast())
+    goal = objective(method, network, outputs, LABELS, Contrast(), Distillation(weight=0.7, temperature=3.0))
+    apart = sum(float(distillation(outputs[m].logits, outputs[3].logits, 3.0)) for m in (1, 2))
+    assert goal.distilled is not None
+    assert float(goal.distilled) == pytest.approx(apart, rel=1e-6)
+    assert float(goal.cross_entropy) == float(plain.cross_entropy)
+    assert float(goal.supervised) == pytest.approx(float(plain.cross_entropy) + 0.7 * apart, rel=1e-6)
+    assert (goal.contrastive is None) == (method == "jt")
+    assert plain.distilled is None and float(plain.supervised) == float(plain.cross_entropy)
+
+
+def test_the_deepest_exit_does_not_learn_from_those_it_teaches() -> None:
+    outputs = outputs_of(LABELS, [1, 2, 3])
+    for output in outputs.values():
+        output.logits.requires_grad_()
+    goal = objective("jt", tiny_architecture_network(), outputs, LABELS, Contrast(), Distillation(weight=1.0))
+    goal.supervised.backward()
+    own = outputs[3].logits.detach().requires_grad_()
+    functional.cross_entropy(own, LABELS).backward()
+    assert own.grad is not None and outputs[3].logits.grad is not None
+    assert torch.allclose(outputs[3].logits.grad, own.grad)
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"weight": -0.1}, "distillation weight must be a number of at least 0, not -0.1"),
+        ({"weight": math.inf}, "distillation weight"),
+        ({"temperature": 0.0}, "distillation temperature must be above 0, not 0.0"),
+        ({"temperature": math.nan}, "distillation temperature"),
+    ],
+)
+def test_distillation_settings_out_of_range_are_refused(settings: dict[str, float], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        Distillation(**settings)
 
 
 def test_acl_cl_guides_every_exit_by_the_last_which_has_acl_embed() -> None:

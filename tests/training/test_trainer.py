@@ -17,7 +17,7 @@ import training.trainer
 from models.network import MultiExitNetwork
 from tests.training.toy import toy_data, toy_network
 from training.data import Tokenized
-from training.methods import Contrast
+from training.methods import Contrast, Distillation
 from training.trainer import (
     EpochReport,
     StepReport,
@@ -133,6 +133,36 @@ def test_methods_without_contrast_report_no_angle(tmp_path: Path) -> None:
     assert all(math.isnan(s.angle) and math.isnan(s.contrastive) for s in steps)
     (epoch,) = log(tmp_path / "epochs.csv")
     assert epoch["mean_angle"] == epoch["share_of_conflicts"] == "nan"
+
+
+def test_distillation_brings_the_other_exits_nearer_to_the_deepest(tmp_path: Path) -> None:
+    def apart(network: MultiExitNetwork) -> float:
+        first, last = (torch.from_numpy(x).softmax(-1) for x in exit_logits(network, VALIDATION).values())
+        return float((first - last).abs().mean())
+
+    settings = replace(QUICK, method="jt", epochs=6, learning_rate=5e-3, keep="last")
+    plain = run(tmp_path / "a", settings)
+    taught = run(tmp_path / "b", replace(settings, distillation=Distillation(weight=5.0, temperature=1.0)))
+    assert apart(taught) < 0.8 * apart(plain)
+    first, *_, last = log(tmp_path / "b" / "steps.csv")
+    assert float(first["distilled"]) > 0 and float(last["distilled"]) > 0
+    assert log(tmp_path / "a" / "steps.csv")[0]["distilled"] == "nan"
+
+
+def test_weights_by_depth_change_what_is_learned(tmp_path: Path) -> None:
+    settings = replace(QUICK, method="jt", epochs=1)
+    assert not same_weights(run(tmp_path / "a", settings), run(tmp_path / "b", replace(settings, exit_weights="depth")))
+
+
+def test_a_run_from_before_a_setting_existed_is_resumed_at_the_settings_default(tmp_path: Path) -> None:
+    run(tmp_path, replace(QUICK, epochs=1))
+    done = tmp_path / "done.json"
+    document = json.loads(done.read_text())
+    del document["distillation"], document["exit_weights"]
+    done.write_text(json.dumps(document))
+    run(tmp_path, replace(QUICK, epochs=1), resume=True)
+    with pytest.raises(TrainingError, match="other exit_weights;"):
+        run(tmp_path, replace(QUICK, epochs=1, exit_weights="depth"), resume=True)
 
 
 def test_the_angle_is_compared_on_every_nth_batch_only(tmp_path: Path) -> None:
@@ -546,6 +576,8 @@ def test_two_examples_are_enough_to_train(tmp_path: Path) -> None:
         ({"warmup": 1.0}, r"warmup must lie in \[0, 1\), not 1.0"),
         ({"stop_after": 0}, "stop_after must be at least 1, not 0"),
         ({"metric": "bleu"}, "metric must be one of accuracy, f1, matthews, not 'bleu'"),
+        ({"exit_weights": "deep"}, "exit_weights must be one of uniform, depth, not 'deep'"),
+        ({"method": "ce", "distillation": Distillation(1.0)}, "distillation needs a method that trains several exits"),
         ({"mixed_precision": "fp8"}, "mixed_precision must be one of no, bf16, not 'fp8'"),
         ({"weight_decay": -1.0}, "weight_decay must be a number of at least 0, not -1.0"),
         ({"checkpoint_minutes": -1.0}, "checkpoint_minutes must be a number of at least 0"),
