@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 commands = typer.Typer()
 
-MethodName = Literal["ce", "jt", "acl-cl"]
+MethodName = Literal["ce", "ce+scl", "acl", "jt", "2st", "alt", "jt+scl", "acl-embed", "acl-cl"]
 HeadName = Literal["cls", "mean", "attention", "peek"]
 TextColumn = Annotated[str, typer.Option(help="column of the text")]
 PairColumn = Annotated[str | None, typer.Option(help="column of the second text, for pairs")]
@@ -87,8 +87,8 @@ def train(
         HeadName | None, typer.Option(help="another head for the last exit, after the whole encoder")
     ] = None,
     max_length: Annotated[int, typer.Option(help="tokens of a text, special tokens included", min=3)] = 128,
-    epochs: Annotated[int, typer.Option(help="passes over the training split")] = 3,
-    batch_size: Annotated[int, typer.Option(help="texts of a batch")] = 64,
+    epochs: Annotated[int, typer.Option(help="passes over the training split, in each stage of the method")] = 3,
+    batch_size: Annotated[int, typer.Option(help="texts of a batch, over all processes")] = 64,
     learning_rate: Annotated[float, typer.Option(help="peak rate; falls linearly to 0")] = 8e-5,
     head_learning_rate_factor: Annotated[float, typer.Option(help="times that rate for the exits' own weights")] = 5.0,
     contrast_weight: Annotated[float, typer.Option(help="λ: weight of the contrastive loss")] = 0.2,
@@ -102,8 +102,11 @@ def train(
         float, typer.Option(help="weight of the divergence from the deepest exit, added to any method [0: none]")
     ] = 0.0,
     distillation_temperature: Annotated[float, typer.Option(help="T: softens both sides of that divergence")] = 2.0,
+    freeze_embeddings: Annotated[
+        bool, typer.Option("--freeze-embeddings", help="keep the embeddings as pretrained: quicker steps")
+    ] = False,
     early_stop: Annotated[
-        int | None, typer.Option(help="stop after so many epochs without a better validation score")
+        int | None, typer.Option(help="end a stage after so many epochs without a better validation score")
     ] = None,
     keep: Annotated[
         Literal["best", "last"],
@@ -133,7 +136,7 @@ def train(
         import torch
 
         torch.set_num_threads(int(values["threads"]))
-    with _progress(settings.training.epochs) as observer:
+    with _progress(settings.training.all_epochs) as observer:
         try:
             bundle = pipeline.run(settings, output, resume=resume, observer=observer)
         except pipeline.PipelineError as error:
@@ -298,6 +301,7 @@ def _settings(values: Mapping[str, Any], output: Path) -> "RunSettings":
                 angle_every=values["angle_every"],
                 distillation=Distillation(values["distillation_weight"], values["distillation_temperature"]),
                 exit_weights=values["exit_weights"],
+                freeze_embeddings=values["freeze_embeddings"],
                 seed=values["seed"],
                 stop_after=values["early_stop"],
                 keep=values["keep"],

@@ -29,13 +29,25 @@ def _contrast(
     with torch.autocast(anchors.device.type, enabled=False):
         similarity = anchors @ candidates.T / temperature
     itself = torch.eye(len(anchors), len(candidates), dtype=torch.bool, device=anchors.device)
-    log_share = similarity - similarity.masked_fill(itself, -torch.inf).logsumexp(dim=1, keepdim=True)
+    # Not −inf: where there is no other candidate at all, its gradient would be a NaN.
+    lowest = torch.finfo(similarity.dtype).min
+    log_share = similarity - similarity.masked_fill(itself, lowest).logsumexp(dim=1, keepdim=True)
     positive = (anchor_classes[:, None] == candidate_classes[None, :]) & ~itself
     count = positive.sum(1)
     per_anchor = -log_share.masked_fill(~positive, 0.0).sum(1) / count.clamp(min=1)
     counted = count > 0
     # No anchor may have a positive (one text, say): the loss is then 0, not a NaN.
     return per_anchor[counted].sum() / counted.sum().clamp(min=1)
+
+
+def scl(features: Tensor, labels: Tensor, temperature: float) -> Tensor:
+    """Supervised contrastive loss (Khosla et al. 2020, L_out; Gunel et al. 2021 on the vector before the classifier).
+
+    Mean over the texts i that share their class with another one, P(i) those, of
+    −1/|P(i)| Σ_{p∈P(i)} log(e^{z_i·z_p/τ} / Σ_{b≠i} e^{z_i·z_b/τ}). ``features [N, d]``, ``labels [N]`` → scalar.
+    """
+    vectors = functional.normalize(features.to(torch.promote_types(features.dtype, torch.float32)), dim=-1)
+    return _contrast(vectors, labels, vectors, labels, temperature)
 
 
 def acl_embed(features: Tensor, labels: Tensor, label_embeddings: Tensor, temperature: float) -> Tensor:

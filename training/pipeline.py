@@ -298,7 +298,7 @@ def fit(
     train_data, validation_data = (
         tokenize(part, prepared.splits.labels, encoder) for part in (prepared.splits.train, prepared.splits.validation)
     )
-    observer.stage("train", len(train_data) * settings.training.epochs)
+    observer.stage("train", len(train_data) * settings.training.all_epochs)
     start = time.monotonic()
     network = train(
         network,

@@ -9,7 +9,7 @@ from hypothesis import settings as hypothesis_settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from training.losses import acl_cl, acl_embed, distillation
+from training.losses import acl_cl, acl_embed, distillation, scl
 
 Element = tuple[list[float], int]
 
@@ -87,6 +87,44 @@ def test_acl_cl_is_its_formula(sizes: tuple[int, int, int, int], temperature: fl
     loss = acl_cl(*student_and_teacher, temperature)
     assert loss.dtype == torch.float64
     assert float(loss) == pytest.approx(literal_cl(*student_and_teacher, temperature), rel=1e-10)
+
+
+def literal_scl(features: Tensor, labels: Tensor, temperature: float) -> float:
+    return literal_contrast([(normalised(f), int(y)) for f, y in zip(features, labels, strict=True)], [], temperature)
+
+
+@given(batches, temperatures)
+@hypothesis_settings(max_examples=40)
+def test_scl_is_its_formula(sizes: tuple[int, int, int, int], temperature: float) -> None:
+    features, labels, *_ = draw(*sizes)
+    loss = scl(features, labels, temperature)
+    assert loss.dtype == torch.float64
+    assert float(loss) == pytest.approx(literal_scl(features, labels, temperature), rel=1e-10)
+
+
+def test_the_gradient_of_scl_is_finite_differences_of_the_literal_formula() -> None:
+    features, labels, *_ = draw(7, 6, 2, 3)
+    features.requires_grad_()
+    (gradient,) = torch.autograd.grad(scl(features, labels, 0.3), [features])
+    step = 1e-5
+    for i in range(gradient.shape[0]):
+        for j in range(gradient.shape[1]):
+            values = []
+            for sign in (1, -1):
+                moved = features.detach().clone()
+                moved[i, j] += sign * step
+                values.append(literal_scl(moved, labels, 0.3))
+            assert float(gradient[i, j]) == pytest.approx((values[0] - values[1]) / (2 * step), abs=1e-8)
+
+
+@pytest.mark.parametrize("labels", [[0], [0, 1, 2]])
+def test_scl_of_texts_that_share_no_class_is_zero_and_so_is_its_gradient(labels: list[int]) -> None:
+    features = torch.randn(len(labels), 4, dtype=torch.float64, requires_grad=True)
+    loss = scl(features, torch.tensor(labels), 0.3)
+    loss.backward()
+    assert float(loss.detach()) == 0.0
+    assert features.grad is not None
+    assert not features.grad.any()
 
 
 @given(batches)
