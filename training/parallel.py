@@ -5,6 +5,7 @@ losses of the whole batch, contrasts between texts of different processes includ
 anything is decided by them. With dropout off, the weights are those of one process on the whole batch.
 """
 
+import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -13,6 +14,11 @@ import torch
 from torch import Tensor, distributed
 
 from models.network import ExitOutput
+
+
+def launched_rank() -> int:
+    """This process's number among those that ``accelerate launch`` started, before they have found one another."""
+    return int(os.environ.get("RANK", "0"))
 
 
 @dataclass(frozen=True, slots=True)

@@ -136,6 +136,8 @@ def run_grid(
     All cells share the splits (drawn with seed 0) and are scored on the task's evaluation file; runs of one seed share
     their part of the training split. Raises ValueError for a method or head that is none, before any work.
     """
+    if int(os.environ.get("WORLD_SIZE", "1")) > 1:
+        raise ValueError("offramp sweep runs in one process; start it without accelerate launch")
     from_scratch = [name for name, method in METHODS.items() if method.stages != ("others",)]
     for kind, names, known in (("method", methods, from_scratch), ("head", heads, get_args(Head))):
         for name in names:
