@@ -232,7 +232,8 @@ def exit_specs(
 def run(settings: RunSettings, folder: Path, *, resume: bool = False, observer: Observer = Observer()) -> Bundle | None:
     """Trains, exports, calibrates and evaluates; returns the bundle written at ``folder/bundle``.
 
-    Of several processes the main one does so; the work of the others ends with training, and they return None. Raises :class:`PipelineError` where ``folder`` holds another run, or one that ``resume`` was not given for.
+    Of several processes the main one does so; the work of the others ends with training, and they return None. Raises
+    :class:`PipelineError` where ``folder`` holds another run, or one that ``resume`` was not given for.
     """
     prepared = prepare(settings.data, settings.training.seed)
     network, tokenizer_json, seconds = fit(settings, prepared, folder, resume=resume, observer=observer)

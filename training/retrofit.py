@@ -22,6 +22,7 @@ from training.pipeline import Observer, PipelineError, RunSettings, run
 from training.trainer import exit_logits
 
 ANSWERS = "answers.jsonl"
+SILENT = Observer()
 
 
 def retrofit(
@@ -32,7 +33,7 @@ def retrofit(
     pairs: bool = False,
     labels: Sequence[str] | None = None,
     resume: bool = False,
-    observer: Observer = Observer(),
+    observer: Observer = SILENT,
 ) -> Bundle:
     """Answers ``texts``, trains exits on the answers, exports and calibrates; the bundle is at ``folder/bundle``.
 
@@ -57,9 +58,8 @@ def retrofit(
         observer.stage("answer", len(lines))
         chosen = answer(classifier, lines, settings.max_length)
         folder.mkdir(parents=True, exist_ok=True)
-        replace_text(
-            answers, "".join(_row(text, pair, names[k]) for (text, pair), k in zip(lines, chosen, strict=True))
-        )
+        rows = [_row(*line, names[k]) for line, k in zip(lines, chosen, strict=True)]
+        replace_text(answers, "".join(rows))
     data = replace(
         settings.data,
         train_file=str(answers),

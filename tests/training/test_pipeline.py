@@ -264,7 +264,7 @@ def test_exits_that_cannot_stand_there_are_refused(head: Any, layers: Any) -> No
         (DataSettings(task="sst2", train_file="x.csv"), "either a task or a train_file"),
         (
             DataSettings(task="sst3", data_dir="."),
-            "task must be one of cola, sst2, mrpc, qqp, mnli, qnli, rte, not 'sst3'",
+            "task must be one of cola, sst2, .*rte, not 'sst3'",
         ),
         (DataSettings(task="sst2"), "needs data_dir"),
     ],
