@@ -60,7 +60,10 @@ def load_classifier(name: str) -> Classifier:
     with another kind of head, or whose answer is not one of several classes; logits are compared with transformers'.
     """
     from transformers import AutoModelForSequenceClassification
+    from transformers.utils import logging
 
+    # It would report at length that the encoder alone has no classifier; what matters is checked below.
+    logging.set_verbosity_error()
     backbone = load_backbone(name)
     model, loading = AutoModelForSequenceClassification.from_pretrained(
         str(Path(name).expanduser()), dtype=torch.float32, output_loading_info=True

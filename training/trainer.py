@@ -8,6 +8,7 @@ import random
 import shutil
 import time
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal, get_args
@@ -286,7 +287,7 @@ def train(
                 f"{checkpoint}: was written by {len(found.random_states)} processes, and there are {processes.count}"
             )
         progress = _Progress(**found.progress)
-    optimizer, schedule = _begin_stage(network, stages[progress.stage], settings, per_epoch)
+    optimizer, schedule = begin_stage(network, stages[progress.stage], settings, per_epoch)
     if found is not None:
         network.load_state_dict(found.network)
         optimizer.load_state_dict(found.optimizer)
@@ -316,43 +317,34 @@ def train(
                 processes.wait()
                 _kept(network, folder)
                 progress = progress.next_stage()
-                optimizer, schedule = _begin_stage(network, stages[progress.stage], settings, per_epoch)
+                optimizer, schedule = begin_stage(network, stages[progress.stage], settings, per_epoch)
                 save()
             stage, epoch = stages[progress.stage], progress.epoch
-            parameters = [p for group in optimizer.param_groups for p in group["params"]]
             batches = length_grouped(training_data, settings.batch_size, seed=settings.seed, epoch=epoch)
             clock, seen = time.monotonic(), 0
             for index in range(progress.batch, len(batches)):
-                with accelerator.autocast():
-                    goal = _forward(network, training_data, batches[index], stage, progress.step, settings, processes)
-                loss, extra, distilled = (
-                    math.nan if part is None else float(part.detach())
-                    for part in (goal.cross_entropy, goal.contrastive, goal.distilled)
+                taken = take_step(
+                    network,
+                    training_data,
+                    batches[index],
+                    stage,
+                    progress.step,
+                    settings,
+                    optimizer,
+                    accelerator.autocast,
+                    processes,
                 )
-                if not math.isfinite(float(goal.supervised.detach())) or not (
-                    goal.contrastive is None or math.isfinite(extra)
-                ):
-                    raise TrainingError(
-                        f"the loss is {loss} (contrastive: {extra}) at step {progress.step + 1}; a lower learning_rate "
-                        f"than {settings.learning_rate:g} may help"
-                    )
-                compare = progress.step % settings.angle_every == 0
-                gradients, angle = _gradients(goal, parameters, settings.contrast, processes, compare=compare)
-                for parameter, gradient in zip(parameters, gradients, strict=True):
-                    parameter.grad = gradient
-                torch.nn.utils.clip_grad_norm_(parameters, settings.max_gradient_norm)
-                optimizer.step()
-                optimizer.zero_grad(set_to_none=True)
                 schedule.step()
                 progress.step += 1
                 progress.batch = index + 1
-                progress.angles.append(angle)
-                log.write([progress.step, epoch, loss, extra, angle, distilled])
+                progress.angles.append(taken.angle)
+                log.write([progress.step, epoch, taken.cross_entropy, taken.contrastive, taken.angle, taken.distilled])
                 seen += len(batches[index])
                 if processes.is_main:
                     rate = seen / max(time.monotonic() - clock, 1e-9)
                     steps = per_epoch * settings.all_epochs
-                    on_step(StepReport(epoch + 1, progress.step, steps, loss, extra, angle, rate))
+                    losses = taken.cross_entropy, taken.contrastive, taken.angle
+                    on_step(StepReport(epoch + 1, progress.step, steps, *losses, rate))
                 if processes.agree(time.monotonic() - saved_at > settings.checkpoint_minutes * 60):
                     log.flush()
                     save()
@@ -375,7 +367,7 @@ def train(
     return _kept(network, folder)
 
 
-def _begin_stage(
+def begin_stage(
     network: MultiExitNetwork, stage: Stage, settings: TrainingSettings, steps_per_epoch: int
 ) -> tuple[torch.optim.Optimizer, torch.optim.lr_scheduler.LRScheduler]:
     """Freezes what the stage does not train; a fresh optimiser for the rest, and its learning rates."""
@@ -383,6 +375,53 @@ def _begin_stage(
     optimizer = torch.optim.AdamW(parameter_groups(network, settings), fused=True)
     rates = _linear(steps_per_epoch * settings.epochs, settings.warmup)
     return optimizer, torch.optim.lr_scheduler.LambdaLR(optimizer, rates)
+
+
+@dataclass(frozen=True, slots=True)
+class Taken:
+    """What one step saw: losses before it, and the ``angle`` in degrees; NaN for what the method or step has not."""
+
+    cross_entropy: float
+    contrastive: float
+    distilled: float
+    angle: float
+
+
+def take_step(
+    network: MultiExitNetwork,
+    data: Tokenized,
+    rows: Sequence[int],
+    stage: Stage,
+    step: int,
+    settings: TrainingSettings,
+    optimizer: torch.optim.Optimizer,
+    autocast: Callable[[], AbstractContextManager[None]],
+    processes: Processes,
+) -> Taken:
+    """One step of the optimiser on the batch at ``rows``; ``step`` counts from 0.
+
+    Raises :class:`TrainingError` for a loss that is not finite, before it spoils weights.
+    """
+    with autocast():
+        goal = _forward(network, data, rows, stage, step, settings, processes)
+    supervised, loss, contrastive, distilled = (
+        math.nan if part is None else float(part.detach())
+        for part in (goal.supervised, goal.cross_entropy, goal.contrastive, goal.distilled)
+    )
+    if not math.isfinite(supervised) or not (goal.contrastive is None or math.isfinite(contrastive)):
+        raise TrainingError(
+            f"the loss is {loss} (contrastive: {contrastive}) at step {step + 1}; a lower learning_rate than "
+            f"{settings.learning_rate:g} may help"
+        )
+    parameters = [p for group in optimizer.param_groups for p in group["params"]]
+    compare = step % settings.angle_every == 0
+    gradients, angle = _gradients(goal, parameters, settings.contrast, processes, compare=compare)
+    for parameter, gradient in zip(parameters, gradients, strict=True):
+        parameter.grad = gradient
+    torch.nn.utils.clip_grad_norm_(parameters, settings.max_gradient_norm)
+    optimizer.step()
+    optimizer.zero_grad(set_to_none=True)
+    return Taken(loss, contrastive, distilled, angle)
 
 
 def _forward(

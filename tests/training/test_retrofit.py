@@ -18,7 +18,7 @@ from training.evaluate import run_graphs
 from training.pipeline import exit_specs, export_run
 from training.retrofit import answer, read_texts
 
-FAMILIES = ["bert", "roberta", "xlm-roberta"]
+FAMILIES = ["bert", "roberta"]
 
 
 def tiny_classifier(folder: Path, family: str, **config: Any) -> Path:
@@ -29,9 +29,13 @@ def tiny_classifier(folder: Path, family: str, **config: Any) -> Path:
     model: nn.Module = AutoModelForSequenceClassification.from_config(
         type(tiny_model(family).config)(**{**tiny_model(family).config.to_dict(), **settings})
     )
-    # Large enough that answers differ from text to text.
+    # Large weights, and no class that wins everywhere: answers must differ from text to text.
     randomise(model, seed=3, std=0.3)
-    return save_tiny(folder, model.eval())
+    last = [module for module in model.modules() if isinstance(module, nn.Linear)][-1]
+    ids = torch.randint(5, 80, (64, 8), generator=torch.Generator().manual_seed(4))
+    with torch.no_grad():
+        last.bias -= model.eval()(input_ids=ids).logits.mean(0)
+    return save_tiny(folder, model)
 
 
 @pytest.fixture(scope="module", params=FAMILIES)
