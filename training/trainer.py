@@ -256,7 +256,10 @@ def train(
     per step), ``epochs.csv``, and at the end ``done.json``. With ``resume`` it goes on from the checkpoint, and ends
     with the same weights as a run that was never stopped (same machine and thread count); a run that is done is not
     repeated. Without it, what an earlier run left there is removed. Raises :class:`TrainingError` for a run of other
-    settings or data, for no data, and for a loss that is not finite.
+    settings or data, for no data, for a network with too few exits, and for a loss that is not finite.
+
+    Started by ``accelerate launch``, all processes call this with the same arguments, and one of them writes and
+    reports.
     """
     for name, data, fewest in (("training", training_data, 2), ("validation", validation_data, 1)):
         if len(data) < fewest:
@@ -272,6 +275,8 @@ def train(
     network = network.to(accelerator.device)
     stages = METHODS[settings.method].stages
     numbers = [spec.number for spec in network.architecture.exits]
+    if "others" in stages and len(numbers) < 2:
+        raise TrainingError(f"method {settings.method!r} needs at least two exits, and there is one")
     per_epoch = len(length_grouped(training_data, settings.batch_size, seed=settings.seed, epoch=0))
     checkpoint, done = folder / "checkpoint.pt", folder / "done.json"
     identity = _identity(settings, network, training_data, validation_data)

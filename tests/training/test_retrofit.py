@@ -190,6 +190,14 @@ def test_lines_are_texts_whatever_their_ends_and_marks(tmp_path: Path) -> None:
     assert list(read_texts(path, pairs=False)) == [("one", None), ("two\twords", None), ("three", None)]
 
 
+def test_several_processes_are_refused(
+    made: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    assert run(command(made, "parallel")) == 2
+    assert "offramp retrofit runs in one process" in capsys.readouterr().err
+
+
 def test_an_encoder_without_a_trained_classifier_is_refused(tmp_path: Path) -> None:
     save_tiny(tmp_path, tiny_model("bert"))
     with pytest.raises(ValueError, match=r"is no fine-tuned classifier: its checkpoint has no classifier\."):

@@ -16,7 +16,8 @@ from torch import Tensor
 
 import training.trainer
 from models.network import MultiExitNetwork
-from tests.training.toy import toy_data, toy_network
+from tests.tiny_backbones import exits
+from tests.training.toy import tiny_architecture, toy_data, toy_network
 from training.data import Tokenized
 from training.methods import METHODS, Contrast, Distillation
 from training.trainer import (
@@ -678,6 +679,12 @@ def test_too_few_examples_are_refused(tmp_path: Path, training_rows: int, valida
 
     with pytest.raises(TrainingError, match=f"{name} needs at least"):
         train(toy_network(), first(training_rows), first(validation_rows), QUICK, tmp_path)
+
+
+def test_two_stages_need_two_exits(tmp_path: Path) -> None:
+    one = tiny_architecture().model_copy(update={"exits": tuple(exits((2, "mean")))})
+    with pytest.raises(TrainingError, match="method '2st' needs at least two exits, and there is one"):
+        train(MultiExitNetwork(one, position_rows=16), TRAIN, VALIDATION, TWO_STAGES, tmp_path)
 
 
 def test_two_examples_are_enough_to_train(tmp_path: Path) -> None:
