@@ -28,6 +28,7 @@ class ServedModel:
     device: str
     workers: int
     threads: int
+    max_tokens: int
     engine: Engine
     metrics: ModelMetrics
 
@@ -110,9 +111,10 @@ def _serve(settings: Settings, bundle: Bundle, metrics: Metrics) -> ServedModel:
     calibration = bundle.calibration.precisions[precision]
     tiers = tuple(sorted({tier.quality for tier in calibration.certified}, reverse=True))
     observer = metrics.for_model(manifest.name, manifest.architecture, tiers)
+    encoder = bundle.encoder if settings.max_tokens is None else bundle.encoder.limited_to(settings.max_tokens)
     engine = Engine(
         runner=runner,
-        encoder=bundle.encoder,
+        encoder=encoder,
         temperatures=calibration.temperatures,
         observer=observer,
         workers=workers,
@@ -153,6 +155,7 @@ def _serve(settings: Settings, bundle: Bundle, metrics: Metrics) -> ServedModel:
         device=runner.device,
         workers=workers,
         threads=threads,
+        max_tokens=encoder.max_length,
         engine=engine,
         metrics=observer,
     )

@@ -21,8 +21,9 @@ SECONDS = (
 BATCH_SIZES = (1, 2, 4, 8, 16, 32, 64, 128, 256)
 CONFIDENCES = (0.5, 0.6, 0.7, 0.8, 0.85, 0.9, 0.925, 0.95, 0.97, 0.98, 0.99, 0.995, 0.999, 1.0)
 
-CLASSIFY_CODES = (200, 400, 413, 422, 429, 499, 500, 503, 504)
-REJECTIONS = ("queue_full", "deadline", "not_running")
+CLASSIFY_ROUTES = ("/classify", "/predict", "/", "/v2/models/{model}/infer")
+CLASSIFY_CODES = (200, 400, 408, 413, 422, 429, 499, 500, 503, 504)
+REJECTIONS = ("queue_full", "concurrency", "deadline", "not_running")
 UNMATCHED = "unmatched"
 
 
@@ -130,7 +131,8 @@ class ModelMetrics:
         self._rejected = {reason: metrics.rejected.labels(model, reason) for reason in REJECTIONS}
         for agrees in ("true", "false"):
             metrics.shadow.labels(model, agrees)
-        metrics.create_route("/classify", CLASSIFY_CODES, model)
+        for route in CLASSIFY_ROUTES:
+            metrics.create_route(route, CLASSIFY_CODES, model)
 
     def watch_queues(self, depth: Callable[[int], int]) -> None:
         """Reads the queue gauges from ``depth(segment)`` at every scrape."""
