@@ -59,6 +59,7 @@ def create_app(settings: Settings, bundles: Sequence[Bundle]) -> FastAPI:
     keys = load_keys(settings)
     metrics = Metrics()
     catalog = load_catalog(settings, bundles, metrics)
+    metrics.ready.set_function(lambda: float(catalog.alive and not catalog.draining))
 
     @asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:

@@ -10,6 +10,7 @@ from numpy.typing import NDArray
 
 from models.bundle import Bundle, Precision, PrecisionCalibration
 from models.costs import exit_costs
+from server.api.depth import calibrated_shares
 from server.config import Settings, StartError
 from server.cpus import cpu_allowance, split_cpus
 from server.engine.engine import Engine
@@ -122,6 +123,10 @@ def _serve(settings: Settings, bundle: Bundle, metrics: Metrics) -> ServedModel:
         max_batch_tokens=budget,
         max_batch_texts=settings.max_batch_texts,
     )
+    for quality in (1.0, *tiers):
+        shares = calibrated_shares(calibration, quality, exits=len(manifest.architecture.exits))
+        if shares is not None:
+            observer.expect(quality, shares)
     observer.watch_queues(engine.queue_depth)
     metrics.model_info.labels(
         manifest.name,
