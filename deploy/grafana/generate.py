@@ -32,7 +32,7 @@ TARGET = Path(__file__).parent / "dashboards" / "offramp.json"
 SOURCE = DataSourceRef(type_val="prometheus", uid="${datasource}")
 
 HERE = 'model=~"$model", instance=~"$instance"'
-"""What every query of a model is limited to; all models are ``.+``: ``model`` is empty off the classification routes."""
+"""What queries are limited to. All models are ``.+``: ``model`` is empty off the classification routes."""
 
 
 @dataclass(frozen=True)

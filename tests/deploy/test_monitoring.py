@@ -7,6 +7,7 @@ import re
 import shutil
 import socket
 import subprocess
+import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -156,7 +157,7 @@ def test_every_recorded_series_returns_data(prometheus: Prometheus) -> None:
 
 def test_every_alert_is_judged_and_compares_what_is_there(prometheus: Prometheus) -> None:
     alerts = [rule for rule in _rules() if "alert" in rule]
-    # A comparison returns nothing while it is false; with `bool` it returns 0, and nothing only where a side is missing.
+    # A false comparison returns nothing; with `bool` it returns 0, and nothing only where one of its sides is missing.
     compared = [re.sub(r" ([<>]) ", r" \1 bool ", rule["expr"]) for rule in alerts]
     assert all(" bool " in expr for expr in compared)
     assert prometheus.silent(compared) == []
@@ -199,8 +200,6 @@ def test_the_committed_dashboard_is_what_its_generator_writes() -> None:
     assert spec is not None and spec.loader is not None
     generator = importlib.util.module_from_spec(spec)
     # Data classes look their module up there.
-    import sys
-
     sys.modules["generate"] = generator
     spec.loader.exec_module(generator)
     assert generator.TARGET.read_text(encoding="utf-8") == generator.to_json(), "run deploy/grafana/generate.py"
@@ -212,8 +211,14 @@ def test_the_dashboard_has_the_rows_and_variables_that_people_look_for() -> None
     assert [variable["name"] for variable in document["templating"]["list"]] == ["datasource", "model", "instance"]
     rows = [panel["title"] for panel in document["panels"] if panel["type"] == "row"]
     assert rows == [
-        "Traffic and latency", "Exits", "Work saved", "Queues and batches", "Confidence", "Refused, cut, lost", "Process",
-    ]  # fmt: skip
+        "Traffic and latency",
+        "Exits",
+        "Work saved",
+        "Queues and batches",
+        "Confidence",
+        "Refused, cut, lost",
+        "Process",
+    ]
     numbers = [panel["id"] for panel in document["panels"]]
     assert len(set(numbers)) == len(numbers)
 

@@ -9,7 +9,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -108,17 +108,20 @@ class Reply:
         return json.loads(self.body)
 
 
-def raw_request(method: str, path: str, body: bytes) -> bytes:
-    head = f"{method} {path} HTTP/1.1\r\nhost: test\r\nconnection: close\r\ncontent-length: {len(body)}\r\n\r\n"
-    return head.encode() + body
+def raw_request(method: str, path: str, body: bytes, headers: Mapping[str, str] | None = None) -> bytes:
+    lines = {"host": "test", "connection": "close", "content-length": str(len(body)), **(headers or {})}
+    head = "".join(f"{name}: {value}\r\n" for name, value in lines.items())
+    return f"{method} {path} HTTP/1.1\r\n{head}\r\n".encode() + body
 
 
-async def ask(server: Process, method: str, path: str, document: Any = None) -> Reply:
+async def ask(
+    server: Process, method: str, path: str, document: Any = None, headers: Mapping[str, str] | None = None
+) -> Reply:
     """One request over a connection of its own. A plain socket: a client library costs more than the tiny model."""
     body = document if isinstance(document, bytes) else b"" if document is None else json.dumps(document).encode()
     reader, writer = await asyncio.open_connection(*server.address)
     try:
-        writer.write(raw_request(method, path, body))
+        writer.write(raw_request(method, path, body, headers))
         raw = await reader.read()
     finally:
         writer.close()
