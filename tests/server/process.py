@@ -48,7 +48,7 @@ class Process:
         self._listening = threading.Event()
         self._reader = threading.Thread(target=self._read, daemon=True)
         self._reader.start()
-        assert self._listening.wait(60), self.log
+        assert self._listening.wait(180), self.log
         found = re.search(r'listening on http://([^\s"]+)', self.log)
         assert found, self.log
         host, _, port = found[1].rpartition(":")

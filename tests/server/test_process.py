@@ -151,7 +151,7 @@ async def test_what_is_no_request_gets_the_one_error_shape(
 
 
 def _end(started: "subprocess.Popen[str]") -> tuple[int, str]:
-    _, error = started.communicate(timeout=60)
+    _, error = started.communicate(timeout=180)
     return started.returncode, error
 
 
