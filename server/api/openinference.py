@@ -22,6 +22,7 @@ from server.api.openapi import described
 from server.api.schemas import Strict, TextPair, Wishes
 from server.catalog import Catalog, ServedModel
 from server.config import MOST_INPUTS
+from server.middleware import CONTEXT, Context
 
 JSON_LENGTH_HEADER = "Inference-Header-Content-Length"
 
@@ -199,7 +200,12 @@ def add_routes(router: APIRouter, front: Front, catalog: Catalog, version: str) 
         )
         async def infer(request: Request, model: str, version: str | None = None) -> Response:
             def read(body: bytes) -> Call:
-                return _read(body, model_of(model, version), request.headers)
+                # A model that is not there is no label of a metric.
+                context: Context = request.scope[CONTEXT]
+                context.model = ""
+                served = model_of(model, version)
+                context.model = served.name
+                return _read(body, served, request.headers)
 
             return await front.answer(request, read)
 

@@ -10,7 +10,7 @@ import pytest
 import tritonclient.http as triton
 from tritonclient.utils import InferenceServerException
 
-from tests.server.conftest import Served
+from tests.server.conftest import Served, samples
 from tests.server.process import Process
 
 pytestmark = pytest.mark.anyio
@@ -189,3 +189,16 @@ async def test_readiness_follows_the_server(doors: Served, monkeypatch: pytest.M
 async def test_a_version_that_is_not_served_is_not_found(doors: Served) -> None:
     response = await doors.client.get("/v2/models/tiny/versions/7/ready")
     assert (response.status_code, response.json()) == (404, {"error": "version: no such version; this server has 1"})
+
+
+async def test_requests_are_counted_under_their_model_and_the_routes_template(doors: Served) -> None:
+    def counted(model: str, code: str) -> float:
+        labels = {"model": model, "route": "/v2/models/{model}/infer", "code": code}
+        return samples(doors.metrics.registry).get(("offramp_requests_total", tuple(sorted(labels.items()))), 0)
+
+    before = counted("tiny-pairs", "422"), counted("", "404"), counted("tiny", "200")
+    await infer(doors, "tiny-pairs", inputs=[])
+    await infer(doors, "nobody", inputs=[text()])
+    await infer(doors, inputs=[text()])
+    after = counted("tiny-pairs", "422"), counted("", "404"), counted("tiny", "200")
+    assert [new - old for new, old in zip(after, before, strict=True)] == [1, 1, 1]
