@@ -10,6 +10,7 @@ from numpy.typing import NDArray
 
 from models.bundle import Bundle, Precision, PrecisionCalibration
 from models.costs import exit_costs
+from server.api.depth import calibrated_shares
 from server.config import Settings, StartError
 from server.cpus import cpu_allowance, split_cpus
 from server.engine.engine import Engine
@@ -32,6 +33,7 @@ class ServedModel:
     threads: int
     lone_threads: int
     latency: LatencyTable | None
+    max_tokens: int
     engine: Engine
     metrics: ModelMetrics
 
@@ -121,9 +123,10 @@ def _serve(settings: Settings, bundle: Bundle, metrics: Metrics) -> ServedModel:
     calibration = bundle.calibration.precisions[precision]
     tiers = tuple(sorted({tier.quality for tier in calibration.certified}, reverse=True))
     observer = metrics.for_model(manifest.name, manifest.architecture, tiers)
+    encoder = bundle.encoder if settings.max_tokens is None else bundle.encoder.limited_to(settings.max_tokens)
     engine = Engine(
         runner=runner,
-        encoder=bundle.encoder,
+        encoder=encoder,
         temperatures=calibration.temperatures,
         agreement_temperatures=calibration.agreement_temperatures,
         observer=observer,
@@ -134,6 +137,10 @@ def _serve(settings: Settings, bundle: Bundle, metrics: Metrics) -> ServedModel:
         latency=latency,
         order=ORDERS[settings.order],
     )
+    for quality in (1.0, *tiers):
+        shares = calibrated_shares(calibration, quality, exits=len(manifest.architecture.exits))
+        if shares is not None:
+            observer.expect(quality, shares)
     observer.watch_queues(engine.queue_depth)
     metrics.model_info.labels(
         manifest.name,
@@ -170,6 +177,7 @@ def _serve(settings: Settings, bundle: Bundle, metrics: Metrics) -> ServedModel:
         threads=threads,
         lone_threads=runner.lone_threads,
         latency=latency,
+        max_tokens=encoder.max_length,
         engine=engine,
         metrics=observer,
     )
