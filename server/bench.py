@@ -18,8 +18,7 @@ TEXTS = (
     "it starts slowly , but the second half more than makes up for it",
     "neither the script nor the acting ever finds a reason for this story to be told again",
     "fun",
-    "the jokes are old , the plot is older , and yet the two leads are so much at ease with each other that i left "
-    "smiling",
+    "the jokes are old , the plot is older , and yet these two are so much at ease that i left smiling",
     "dull and far too long",
     "not the masterpiece that its trailer promised , but an honest , warm and often very funny little picture",
 )

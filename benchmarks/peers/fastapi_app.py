@@ -29,6 +29,7 @@ class Response(BaseModel):
 def create_app(graph: str, settings: dict) -> FastAPI:
     tokenizer = Tokenizer.from_file(settings["tokenizer"])
     tokenizer.enable_truncation(settings["max_length"])
+    tokenizer.no_padding()
     options = onnxruntime.SessionOptions()
     options.intra_op_num_threads = len(os.sched_getaffinity(0))
     session = onnxruntime.InferenceSession(graph, options, providers=["CPUExecutionProvider"])

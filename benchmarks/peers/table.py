@@ -1,8 +1,8 @@
 """From measured rows to the tables of docs/performance.md: pure functions.
 
 A row is a dictionary: ``case`` (what was measured, as ``offramp 0.99``), ``load`` (``1 client``, ``16 clients``,
-``open 70 %``, ``wrk``, ``accuracy``, ``overload``), ``round``, and numbers. Every table shows medians over the rounds, and
-every ratio is one of medians of the same run.
+``open 70 %``, ``wrk``, ``accuracy``, ``overload``), ``round``, and numbers. Every table shows medians over the rounds,
+and every ratio is one of medians of the same run.
 """
 
 import math
@@ -180,7 +180,7 @@ def overload_table(medians: Medians) -> str:
             ["answered with 200, 429", f"{numbers['ok']:.0f}, {numbers['refused']:.0f}", ""],
             ["anything else", f"{numbers['failed']:.0f}", verdict(numbers["failed"] == 0, "0")],
             [
-                "200s with another label or exit than alone",
+                "200s with another label or exit than before",
                 f"{numbers['wrong']:.0f}",
                 verdict(not numbers["wrong"], "0"),
             ],
