@@ -13,6 +13,7 @@ import json
 import os
 import platform
 import random
+import signal
 import subprocess
 import sys
 import tempfile
@@ -66,6 +67,8 @@ class Session:
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
+    # Whoever ends this ends the server under test, too.
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
     options = parse(arguments)
     if options.tables:
         print(report(json.loads(options.tables.read_text(encoding="utf-8"))))

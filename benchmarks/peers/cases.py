@@ -63,8 +63,8 @@ def infinity_label(body: bytes) -> str:
 def programs(bundle: Path, qualities: Sequence[float], whole: Whole, environments: Path) -> list[Program]:
     """All servers, in the order of the tables. Peers with dependencies of their own live in ``environments``."""
 
-    def python(name: str) -> str:
-        return str(environments / f"bench-{name}" / "bin" / "python")
+    def installed(name: str, program: str) -> str:
+        return str(environments / f"bench-{name}" / "bin" / program)
 
     def fastapi(precision: str) -> Program:
         return Program(
@@ -91,7 +91,7 @@ def programs(bundle: Path, qualities: Sequence[float], whole: Whole, environment
         Program(
             "infinity",
             lambda port: [
-                *(python("infinity"), "-m", "infinity_emb", "v2", "--model-id", str(whole.transformers)),
+                *(installed("infinity", "infinity_emb"), "v2", "--model-id", str(whole.transformers)),
                 *("--served-model-name", "network", "--engine", "torch", "--device", "cpu", "--no-bettertransformer"),
                 *("--host", "127.0.0.1", "--port", str(port), "--log-level", "warning"),
             ],
@@ -100,7 +100,12 @@ def programs(bundle: Path, qualities: Sequence[float], whole: Whole, environment
         ),
         Program(
             "litserve",
-            lambda port: [python("litserve"), str(HERE / "litserve_app.py"), str(whole.transformers), str(port)],
+            lambda port: [
+                installed("litserve", "python"),
+                str(HERE / "litserve_app.py"),
+                str(whole.transformers),
+                str(port),
+            ],
             (plain_case("litserve", "/predict"),),
             {"HF_HUB_OFFLINE": "1"},
         ),
