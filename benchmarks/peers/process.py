@@ -54,18 +54,12 @@ class ServerProcess:
 
     def stop(self) -> int:
         """Ends the group, gently first; returns the server's exit status."""
-        for sig, patience in ((signal.SIGTERM, 15), (signal.SIGKILL, 15)):
-            try:
+        # The second signal also ends workers that outlive their server (LitServe's do, now and then).
+        for sig in (signal.SIGTERM, signal.SIGKILL):
+            with suppress(ProcessLookupError):
                 os.killpg(self._process.pid, sig)
-            except ProcessLookupError:
-                break
-            try:
-                self._process.wait(patience)
-            except subprocess.TimeoutExpired:
-                continue
-        # Workers that outlive the server (LitServe's do, now and then) belong to its group.
-        with suppress(ProcessLookupError):
-            os.killpg(self._process.pid, signal.SIGKILL)
+            with suppress(subprocess.TimeoutExpired):
+                self._process.wait(15)
         return self._process.wait()
 
 
