@@ -10,7 +10,7 @@ from transformers import BertModel, BertPreTrainedModel
 from transformers.modeling_outputs import SequenceClassifierOutput
 
 
-class ExitClassifier(BertPreTrainedModel):
+class ExitForSequenceClassification(BertPreTrainedModel):
     def __init__(self, config):
         super().__init__(config)
         self.pooling = config.pooling

@@ -118,8 +118,8 @@ def bert_config(bundle: Bundle, architecture: Architecture) -> dict[str, Any]:
         # A peek's row has no counterpart in transformers: the mean after the layer that it peeks into costs the same
         # for all tokens and is what it learned to foresee. Its accuracy is not the bundle's.
         "pooling": "mean" if architecture.exits[0].head == "peek" else architecture.exits[0].head,
-        "architectures": ["ExitClassifier"],
-        "auto_map": {"AutoModelForSequenceClassification": "modeling.ExitClassifier"},
+        "architectures": ["ExitForSequenceClassification"],
+        "auto_map": {"AutoModelForSequenceClassification": "modeling.ExitForSequenceClassification"},
     }
 
 
