@@ -249,10 +249,8 @@ async def soak(port: int, server: ServerProcess, texts: Sequence[str], poison: s
     while (now := time.monotonic()) < end:
         await asyncio.sleep(min(end - now + 0.01, 60 * options.minutes / 20))
         rss = server.rss_mb()
-        print(
-            f"{time.monotonic() - start:6.0f} s  {rss:7.1f} MB  {server.threads()} threads  {dict(tally.seen)}",
-            flush=True,
-        )
+        seen = f"{time.monotonic() - start:6.0f} s  {rss:7.1f} MB  {server.threads()} threads  {dict(tally.seen)}"
+        print(seen, flush=True)
         if not warm and time.monotonic() - start >= 60 * options.minutes / 5:
             warm, threads = rss, server.threads()
     await asyncio.gather(*clients)
@@ -275,7 +273,7 @@ async def soak(port: int, server: ServerProcess, texts: Sequence[str], poison: s
             f"clients posted {sent:.0f} requests and left {tally.seen['left']}; the server says {counted:.0f}"
         )
     if not tally.seen["200"] or not tally.seen["500"] or not tally.seen["left"]:
-        problems.append(f"too short to have met everything: {dict(tally.seen)}", flush=True)
+        problems.append(f"too short to have met everything: {dict(tally.seen)}")
     return problems
 
 

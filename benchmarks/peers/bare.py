@@ -107,9 +107,14 @@ def measure(classifiers: Sequence[Classify], texts: Sequence[str], seconds: floa
     numbers = itertools.count()
 
     def loop(classify: Classify) -> None:
-        while (begun := time.perf_counter()) < end:
+        begun = time.perf_counter()
+        while True:
             classify(texts[next(numbers) % len(texts)])
-            taken.append(time.perf_counter() - begun)
+            now = time.perf_counter()
+            taken.append(now - begun)
+            if now >= end:
+                return
+            begun = now
 
     threads = [threading.Thread(target=loop, args=(classify,)) for classify in classifiers]
     start, cpu = time.perf_counter(), time.process_time()
