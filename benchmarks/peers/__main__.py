@@ -30,7 +30,7 @@ import onnxruntime
 from benchmarks.peers.cases import HERE, ROOT, Case, Program, programs
 from benchmarks.peers.network import write_whole
 from benchmarks.peers.process import ServerProcess, StartFailed, free_port, serving
-from benchmarks.peers.table import FULL, MANY, ONE, Medians, headline, opened, recovery, report
+from benchmarks.peers.table import FULL, MANY, ONE, Medians, headline, opened, put_into, recovery, report
 from models.bundle import SHIPPED_BUNDLE, Bundle
 from server.load import Exchange, Target, closed_loop, open_loop, poisson, summarise
 from training.data import read_table
@@ -71,7 +71,12 @@ def main(arguments: Sequence[str] | None = None) -> None:
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
     options = parse(arguments)
     if options.tables:
-        print(report(json.loads(options.tables.read_text(encoding="utf-8"))))
+        tables = report(json.loads(options.tables.read_text(encoding="utf-8")))
+        if options.into:
+            page = options.into.read_text(encoding="utf-8")
+            options.into.write_text(put_into(page, tables), encoding="utf-8")
+        else:
+            print(tables)
         return
     bundle = Bundle.load(options.bundle)
     session = Session(plan_of(options), *labelled_texts(options), wrk=options.wrk)
@@ -125,6 +130,7 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--no-wrk", dest="wrk", action="store_false", help="without wrk's view of 16 clients")
     parser.add_argument("--output", type=Path, default=Path("peers.json"), help="default: peers.json")
     parser.add_argument("--tables", type=Path, help="print the tables of an earlier run's output, and do nothing else")
+    parser.add_argument("--into", type=Path, help="with --tables: the Markdown page that they belong to")
     options = parser.parse_args(arguments)
     if not options.tables and not options.file:
         parser.error("--file is needed: labelled texts")

@@ -18,6 +18,7 @@ Numbers = dict[str, float]
 ONE, MANY = "1 client", "16 clients"
 FULL = "offramp 1"
 ACCURACY_KEPT = 0.99
+BEGIN, END = "<!-- tables of benchmarks.peers -->", "<!-- end of tables -->"
 
 
 def opened(percent: int) -> str:
@@ -209,6 +210,15 @@ def report(document: Mapping[str, Any]) -> str:
     parts += [ratio_table(medians), "Latencies in ms:\n\n" + closed_table(medians), open_table(medians)]
     parts += [overload_table(medians), load_table(medians)]
     return "\n".join(part for part in parts if part)
+
+
+def put_into(page: str, tables: str) -> str:
+    """``page`` with ``tables`` between its two marks. Raises ``ValueError`` where it lacks them."""
+    before, begin, rest = page.partition(BEGIN)
+    _, end, after = rest.partition(END)
+    if not begin or not end:
+        raise ValueError(f"the page has no {BEGIN} with {END} behind it")
+    return f"{before}{begin}\n\n{tables}\n{end}{after}"
 
 
 def recovery(done: Sequence[tuple[float, bool]], end: float) -> float:

@@ -5,7 +5,20 @@ from typing import Any
 
 import pytest
 
-from benchmarks.peers.table import FULL, MANY, ONE, Medians, headline, opened, ratio_table, recovery, report
+from benchmarks.peers.table import (
+    BEGIN,
+    END,
+    FULL,
+    MANY,
+    ONE,
+    Medians,
+    headline,
+    opened,
+    put_into,
+    ratio_table,
+    recovery,
+    report,
+)
 
 
 def row(case: str, load: str, number: int = 1, **numbers: float) -> dict[str, Any]:
@@ -100,6 +113,15 @@ def test_what_was_not_measured_is_left_out() -> None:
     assert "wrk" not in found
     assert "overload" not in found
     assert "nan" not in found
+
+
+def test_tables_replace_the_earlier_ones_on_their_page() -> None:
+    page = f"# Page\n{BEGIN}\nold\n{END}\nmore\n"
+    once = put_into(page, "new")
+    assert once == f"# Page\n{BEGIN}\n\nnew\n{END}\nmore\n"
+    assert put_into(once, "new") == once
+    with pytest.raises(ValueError, match="the page has no"):
+        put_into("# Page\n", "new")
 
 
 @pytest.mark.parametrize(
