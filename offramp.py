@@ -180,7 +180,8 @@ def classify(
     ] = None,
     speed: Annotated[float | None, typer.Option(help="mean speed-up on the bundle's measured curve")] = None,
     criterion: Annotated[
-        Literal["confidence", "entropy", "patience"] | None, typer.Option(help="what --threshold is compared with")
+        Literal["agreement", "confidence", "entropy", "patience"] | None,
+        typer.Option(help="what --threshold is compared with"),
     ] = None,
     threshold: Annotated[float | None, typer.Option(help="how sure an exit must be")] = None,
     min_exit: Annotated[int | None, typer.Option(help="pass the exits before this one")] = None,

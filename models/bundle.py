@@ -165,11 +165,13 @@ class RefusedTier(_Record):
 
 
 class PrecisionCalibration(_Record):
-    """``temperatures`` per exit; ``calibration_error`` is the expected calibration error (15 bins) per exit before and
-    after the temperature, on data that did not fit it; ``curves`` by criterion on the risk split, from the safest
-    threshold to the boldest."""
+    """``temperatures`` per exit are those of the scores; at ``agreement_temperatures`` its confidence is the chance
+    that the last exit says the same (1 for the last exit itself). ``calibration_error`` is the expected calibration
+    error (15 bins) per exit before and after the temperature, on data that did not fit it; ``curves`` by criterion on
+    the risk split, from the safest threshold to the boldest."""
 
     temperatures: tuple[_Temperature, ...]
+    agreement_temperatures: tuple[_Temperature, ...]
     calibration_error_before: tuple[float, ...]
     calibration_error_after: tuple[float, ...]
     curves: dict[Criterion, tuple[CurvePoint, ...]]
@@ -389,6 +391,7 @@ def _check_exits(calibration: PrecisionCalibration, exits: int, precision: Preci
     """Raises :class:`BundleError` where ``calibration`` is for another number of exits."""
     found = [
         ("temperatures", len(calibration.temperatures)),
+        ("agreement temperatures", len(calibration.agreement_temperatures)),
         ("calibration errors before", len(calibration.calibration_error_before)),
         ("calibration errors after", len(calibration.calibration_error_after)),
     ]

@@ -66,12 +66,24 @@ def _exit_rows(bundle: Bundle, precision: Precision) -> Iterable[list[str]]:
         exits = scores.per_exit.get(precision, ())
         metrics = dict.fromkeys(name for score in exits for name in score.metrics)
         scored += [(name, f"{name}, {scores.split} ({scores.n})", {s.exit: s for s in exits}) for name in metrics]
-    yield ["exit", "after layer", "head", "cost in layers", "temperature", *(title for _, title, _ in scored)]
-    temperatures = bundle.calibration.precisions[precision].temperatures
-    for spec, cost, temperature in zip(
-        bundle.manifest.architecture.exits, bundle.manifest.exit_costs, temperatures, strict=True
+    yield [
+        "exit",
+        "after layer",
+        "head",
+        "cost in layers",
+        "temperature",
+        "for agreement",
+        *(title for _, title, _ in scored),
+    ]
+    calibrated = bundle.calibration.precisions[precision]
+    for spec, cost, *temperatures in zip(
+        bundle.manifest.architecture.exits,
+        bundle.manifest.exit_costs,
+        calibrated.temperatures,
+        calibrated.agreement_temperatures,
+        strict=True,
     ):
-        row = [str(spec.number), str(spec.after_layer), spec.head, f"{cost:.2f}", f"{temperature:.2f}"]
+        row = [str(spec.number), str(spec.after_layer), spec.head, f"{cost:.2f}", *(f"{t:.2f}" for t in temperatures)]
         for name, _, by_exit in scored:
             score = by_exit.get(spec.number)
             row.append("-" if score is None or name not in score.metrics else f"{score.metrics[name]:.4f}")

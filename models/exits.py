@@ -5,6 +5,8 @@ simulator all call the same functions.
 
 Sources: confidence, Teerapittayanon et al. 2016 (BranchyNet uses entropy; the maximum softmax probability is its
 common twin); normalised entropy, Xin et al. 2020 (DeeBERT) divided by log K; patience, Zhou et al. 2020 (PABEE).
+Agreement is ours: confidence at a temperature that makes it the chance to say what the last exit says, not the chance
+to be right (docs/decisions/0006).
 """
 
 from collections.abc import Sequence
@@ -15,9 +17,12 @@ from typing import Literal
 import numpy as np
 from numpy.typing import NDArray
 
-Criterion = Literal["confidence", "entropy", "patience"]
-CRITERIA: tuple[Criterion, ...] = ("confidence", "entropy", "patience")
-Reason = Literal["confidence", "entropy", "patience", "final", "max_exit", "deadline"]
+Criterion = Literal["agreement", "confidence", "entropy", "patience"]
+CRITERIA: tuple[Criterion, ...] = ("agreement", "confidence", "entropy", "patience")
+Reason = Literal["agreement", "confidence", "entropy", "patience", "final", "max_exit", "deadline"]
+
+# An estimate from some hundred texts is never certainty: a threshold of 1 lets nobody leave early.
+MOST_AGREEMENT = 1 - 1e-9
 
 Floats = NDArray[np.float64]
 Ints = NDArray[np.int64]
@@ -28,6 +33,8 @@ Bools = NDArray[np.bool_]
 class Policy:
     """How sure one text must be to leave.
 
+    - ``agreement``: leave when the estimated probability that the last exit gives the same label is ≥ ``threshold``
+      (0 to 1).
     - ``confidence``: leave when the largest probability is ≥ ``threshold`` (0 to 1).
     - ``entropy``: leave when the normalised entropy is ≤ ``threshold`` (0 to 1).
     - ``patience``: leave when ``threshold`` exits in a row (an integer ≥ 1) have each agreed with the exit before
@@ -84,24 +91,32 @@ def normalised_entropy(probabilities: Floats) -> Floats:
 @dataclass(frozen=True, slots=True)
 class Verdict:
     """What one exit says of a batch: ``probabilities [B, K]``, ``labels [B]``, ``confidence [B]``, ``entropy [B]``,
-    ``finite [B]`` (False where a logit was NaN or infinite: such a row is never confident)."""
+    ``agreement [B]`` (estimated probability that the last exit says the same), ``finite [B]`` (False where a logit was
+    NaN or infinite: such a row is never confident)."""
 
     probabilities: Floats
     labels: Ints
     confidence: Floats
     entropy: Floats
+    agreement: Floats
     finite: Bools
 
 
-def judge(logits: NDArray[np.floating], temperature: float | Floats = 1.0) -> Verdict:
-    """Turns an exit's ``logits [B, K]`` into a :class:`Verdict`."""
+def judge(logits: NDArray[np.floating], temperature: float, agreement_temperature: float) -> Verdict:
+    """Turns an exit's ``logits [B, K]`` into a :class:`Verdict`; the temperatures are the exit's own."""
     raw = np.asarray(logits, dtype=np.float64)
     finite = np.asarray(np.isfinite(raw).all(axis=-1))
-    probabilities = softmax(np.where(finite[..., None], raw, np.nan), temperature)
+    known = np.where(finite[..., None], raw, np.nan)
+    probabilities = softmax(known, temperature)
     # argmax of the logits, not of the probabilities: two probabilities can round to the same number.
     labels = np.where(finite, np.argmax(np.where(finite[..., None], raw, 0.0), axis=-1), -1).astype(np.int64)
-    confidence = np.where(finite, probabilities.max(axis=-1, initial=0.0, where=~np.isnan(probabilities)), np.nan)
-    return Verdict(probabilities, labels, confidence, normalised_entropy(probabilities), finite)
+    agreement = np.minimum(_largest(softmax(known, agreement_temperature)), MOST_AGREEMENT)
+    return Verdict(probabilities, labels, _largest(probabilities), normalised_entropy(probabilities), agreement, finite)
+
+
+def _largest(probabilities: Floats) -> Floats:
+    """Largest probability ``[B]`` of ``probabilities [B, K]``; NaN for a row of NaN."""
+    return np.asarray(probabilities.max(axis=-1))
 
 
 def agree(labels: Ints, previous_labels: Ints, streak: Ints) -> Ints:
@@ -113,30 +128,31 @@ def agree(labels: Ints, previous_labels: Ints, streak: Ints) -> Ints:
 
 
 class _Code(IntEnum):
-    CONFIDENCE = 0
-    ENTROPY = 1
-    PATIENCE = 2
+    AGREEMENT = 0
+    CONFIDENCE = 1
+    ENTROPY = 2
+    PATIENCE = 3
 
 
-_CODES: dict[str, _Code] = {"confidence": _Code.CONFIDENCE, "entropy": _Code.ENTROPY, "patience": _Code.PATIENCE}
+_CODES: dict[str, _Code] = {code.name.lower(): code for code in _Code}
 
 
-def _met(code: Ints, threshold: Floats, confidence: Floats, entropy: Floats, streak: Ints, finite: Bools) -> Bools:
-    """The rule itself: whether a criterion (as ``code``) is met at ``threshold``. All arguments broadcast."""
+def _met(code: Ints, threshold: Floats, said: "Verdict | Judged", streak: Ints) -> Bools:
+    """The rule itself: whether a criterion (as ``code``) is met at ``threshold`` by what an exit said."""
     with np.errstate(invalid="ignore"):
         by_code = np.select(
-            [code == _Code.CONFIDENCE, code == _Code.ENTROPY],
-            [confidence >= threshold, entropy <= threshold],
+            [code == _Code.AGREEMENT, code == _Code.CONFIDENCE, code == _Code.ENTROPY],
+            [said.agreement >= threshold, said.confidence >= threshold, said.entropy <= threshold],
             default=streak >= threshold,
         )
-    return np.asarray(by_code, dtype=np.bool_) & finite
+    return np.asarray(by_code, dtype=np.bool_) & said.finite
 
 
 def sure(verdict: Verdict, streak: Ints, policies: Sequence[Policy]) -> Bools:
     """Which rows ``[B]`` their own policy calls sure enough, min and max exit left aside. NaN is never sure."""
     code = np.fromiter((_CODES[p.criterion] for p in policies), dtype=np.int64, count=len(policies))
     threshold = np.fromiter((p.threshold for p in policies), dtype=np.float64, count=len(policies))
-    return _met(code, threshold, verdict.confidence, verdict.entropy, streak, verdict.finite)
+    return _met(code, threshold, verdict, streak)
 
 
 def decide(
@@ -163,25 +179,31 @@ def decide(
 
 @dataclass(frozen=True, slots=True)
 class Judged:
-    """What every exit says of every text, whatever the policy: ``labels``, ``confidence``, ``entropy``, ``streak`` and
-    ``finite``, each ``[E, N]``. Judged once, it answers for any number of thresholds."""
+    """What every exit says of every text, whatever the policy: ``labels``, ``confidence``, ``entropy``,
+    ``agreement``, ``streak`` and ``finite``, each ``[E, N]``. Judged once, it answers for any number of thresholds."""
 
     labels: Ints
     confidence: Floats
     entropy: Floats
+    agreement: Floats
     streak: Ints
     finite: Bools
 
 
-def judge_all(logits: NDArray[np.floating], temperatures: Floats | Sequence[float]) -> Judged:
-    """All exits' ``logits [E, N, K]``, each at its temperature ``[E]``, exit by exit as the server sees them."""
-    if len(temperatures) != len(logits):
-        raise ValueError(f"{len(temperatures)} temperatures for {len(logits)} exits")
+def judge_all(
+    logits: NDArray[np.floating],
+    temperatures: Floats | Sequence[float],
+    agreement_temperatures: Floats | Sequence[float],
+) -> Judged:
+    """All exits' ``logits [E, N, K]``, each at its temperatures ``[E]``, exit by exit as the server sees them."""
+    for given in (temperatures, agreement_temperatures):
+        if len(given) != len(logits):
+            raise ValueError(f"{len(given)} temperatures for {len(logits)} exits")
     previous = np.full(logits.shape[1], -1, dtype=np.int64)
     streak = np.zeros(logits.shape[1], dtype=np.int64)
     verdicts, streaks = [], []
-    for exit_logits, temperature in zip(logits, temperatures, strict=True):
-        verdict = judge(exit_logits, float(temperature))
+    for exit_logits, *own in zip(logits, temperatures, agreement_temperatures, strict=True):
+        verdict = judge(exit_logits, *map(float, own))
         streak = agree(verdict.labels, previous, streak)
         previous = verdict.labels
         verdicts.append(verdict)
@@ -190,6 +212,7 @@ def judge_all(logits: NDArray[np.floating], temperatures: Floats | Sequence[floa
         labels=np.stack([verdict.labels for verdict in verdicts]),
         confidence=np.stack([verdict.confidence for verdict in verdicts]),
         entropy=np.stack([verdict.entropy for verdict in verdicts]),
+        agreement=np.stack([verdict.agreement for verdict in verdicts]),
         streak=np.stack(streaks),
         finite=np.stack([verdict.finite for verdict in verdicts]),
     )
@@ -204,10 +227,8 @@ def leave_at(judged: Judged, policy: Policy) -> Ints:
     leave = _met(
         np.asarray(int(_CODES[policy.criterion])),
         np.asarray(policy.threshold),
-        judged.confidence,
-        judged.entropy,
+        judged,
         judged.streak,
-        judged.finite,
     )
     leave[: policy.min_exit - 1] = False
     if policy.max_exit is not None:
@@ -216,6 +237,11 @@ def leave_at(judged: Judged, policy: Policy) -> Ints:
     return np.argmax(leave, axis=0).astype(np.int64)
 
 
-def first_exit(logits: NDArray[np.floating], temperatures: Floats | Sequence[float], policy: Policy) -> Ints:
-    """:func:`leave_at` straight from all exits' ``logits [E, N, K]`` and ``temperatures [E]``."""
-    return leave_at(judge_all(logits, temperatures), policy)
+def first_exit(
+    logits: NDArray[np.floating],
+    temperatures: Floats | Sequence[float],
+    agreement_temperatures: Floats | Sequence[float],
+    policy: Policy,
+) -> Ints:
+    """:func:`leave_at` straight from all exits' ``logits [E, N, K]`` and temperatures ``[E]``."""
+    return leave_at(judge_all(logits, temperatures, agreement_temperatures), policy)

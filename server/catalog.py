@@ -114,6 +114,7 @@ def _serve(settings: Settings, bundle: Bundle, metrics: Metrics) -> ServedModel:
         runner=runner,
         encoder=bundle.encoder,
         temperatures=calibration.temperatures,
+        agreement_temperatures=calibration.agreement_temperatures,
         observer=observer,
         workers=workers,
         max_queue=settings.max_queue,

@@ -11,7 +11,7 @@ import prometheus_client
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 
 from models.architecture import Architecture
-from models.exits import Reason
+from models.exits import CRITERIA, Reason
 from server.engine.request import Answer, Failure
 
 # Seconds. From 0.25 ms, doubling; early exits answer in the first few buckets.
@@ -109,7 +109,7 @@ class ModelMetrics:
         self._metrics = metrics
         self._model = model
         last = len(architecture.exits)
-        early: tuple[Reason, ...] = ("confidence", "entropy", "patience", "max_exit", "deadline")
+        early: tuple[Reason, ...] = (*CRITERIA, "max_exit", "deadline")
         self._exits = {
             (number, reason): metrics.exits.labels(model, str(number), reason)
             for number in self._layers

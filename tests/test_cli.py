@@ -122,7 +122,7 @@ def test_inspect_shows_exits_certified_tiers_and_what_was_refused(
     assert "every file matches its sha256" in shown
     assert "fp32, the default" in shown
     rows = [line.split() for line in shown.splitlines()]
-    assert ["1", "0", "peek", f"{tiny_bundle.manifest.exit_costs[0]:.2f}", "1.50"] in rows
+    assert ["1", "0", "peek", f"{tiny_bundle.manifest.exit_costs[0]:.2f}", "1.50", "0.75"] in rows
     assert ["0.97", "confidence", "0.9", "3", "of", "2000", "2.22", "1.80"] in rows
     assert "not certified: quality 0.995: too few calibration texts (needs 4000 texts)" in shown
 

@@ -143,6 +143,7 @@ def tiny_calibration(exits: int) -> PrecisionCalibration:
     confidence = (point(0.99, 1.0, 1.2), point(0.9, 0.99, 1.8), point(0.8, 0.96, 2.4), point(0.6, 0.9, 3.0))
     return PrecisionCalibration(
         temperatures=(1.5, 1.25, 1.0, 1.0, 1.0, 1.0)[:exits],
+        agreement_temperatures=(0.75, 0.5, 1.0, 1.0, 1.0, 1.0)[:exits],
         calibration_error_before=(0.05,) * exits,
         calibration_error_after=(0.03,) * exits,
         curves={"confidence": confidence, "entropy": (point(0.1, 0.99, 1.8),), "patience": (point(1, 0.97, 1.1),)},

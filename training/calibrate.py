@@ -2,7 +2,8 @@
 
 Splits that no weight was fitted on, each with its use, so that no promise is judged by the texts that chose it:
 - ``temperature``, where there is one, fits the temperature of each exit; else the validation split does, cross-fitted;
-- ``validation`` says whether the temperature helps, gives the threshold grids, and picks the criterion;
+- ``validation`` says whether the temperature helps, fits those of the criterion ``agreement``, gives the threshold
+  grids, and picks the criterion;
 - ``risk`` certifies (section "Certified quality" of the design). Afterwards it also gives the curves, which carry no
   promise: it is the largest of the splits. By what it showed only the precision is chosen, which δ allows for.
 """
@@ -161,6 +162,18 @@ def expected_calibration_error(
     return float(np.abs(gap).sum() / len(confidence))
 
 
+def agreement_temperatures(logits: NDArray[np.floating]) -> tuple[float, ...]:
+    """Temperature per exit at which its confidence is the chance to say what the last exit says, from ``logits
+    [E, N, K]``: :func:`fit_temperature` with the last exit's labels for the true ones. 1 for the last exit itself.
+
+    An exit is often wrong exactly where the last exit is wrong too. Confidence that is right about the truth then asks
+    for more depth than the promise, which is about agreement, needs: docs/decisions/0006.
+    """
+    known = np.isfinite(logits[-1]).all(axis=-1)
+    last = logits[-1, known].argmax(axis=-1)
+    return (*(round(fit_temperature(early[known], last), 6) for early in logits[:-1]), 1.0)
+
+
 # --- thresholds ------------------------------------------------------------------------------------------------------
 
 
@@ -168,14 +181,14 @@ def threshold_grid(judged: Judged, criterion: Criterion, classes: int, points: i
     """Thresholds from the safest to the boldest, spaced by the quantiles of what the early exits of ``judged`` said.
 
     Quantiles put the thresholds where texts are: a fixed step would spend most of the grid where nothing changes and
-    jump over the confident end. Ends are fixed: confidence 1 (only certainty leaves) to 1/K (all leave at the first
-    exit), entropy 0 to 1, patience ``E - 1`` (nobody leaves) to 1. ``judged`` must not be the risk split.
+    jump over the confident end. Ends are fixed: confidence and agreement 1 (only certainty leaves) to 1/K (all leave at
+    the first exit), entropy 0 to 1, patience ``E - 1`` (nobody leaves) to 1. ``judged`` must not be the risk split.
     """
     exits = len(judged.labels)
     if criterion == "patience":
         return tuple(float(steps) for steps in range(max(exits - 1, 1), 0, -1))
-    scores = judged.confidence if criterion == "confidence" else 1 - judged.entropy
-    ends = np.array([1.0, 1 / classes]) if criterion == "confidence" else np.array([1.0, 0.0])
+    scores = {"agreement": judged.agreement, "confidence": judged.confidence, "entropy": 1 - judged.entropy}[criterion]
+    ends = np.array([1.0, 0.0 if criterion == "entropy" else 1 / classes])
     early = scores[:-1][judged.finite[:-1]]
     levels = np.quantile(early, np.linspace(0, 1, points)) if early.size else np.empty(0)
     # Six digits from the safe end, so that 0.99999731 does not become 1.
@@ -246,16 +259,15 @@ def calibrate_precision(
         temperatures = cross_fit_temperatures(logits.validation, validation.labels)
     else:
         temperatures = choose_temperatures(logits.temperature, temperature.labels, logits.validation, validation.labels)
-    seen: Measured = measure(
-        logits.validation, temperatures.values, validation.labels, validation.tokens, architecture, metric
-    )
+    own = (temperatures.values, agreement_temperatures(logits.validation))
+    seen: Measured = measure(logits.validation, *own, validation.labels, validation.tokens, architecture, metric)
     grids = {
         criterion: threshold_grid(seen.judged, criterion, architecture.num_labels, points) for criterion in CRITERIA
     }
     choosing = {criterion: curve(seen, criterion, grid) for criterion, grid in grids.items()}
     to_certify = tuple(criteria) if criteria else (choose_criterion(choosing, qualities),)
 
-    certifying = measure(logits.risk, temperatures.values, risk.labels, risk.tokens, architecture, metric)
+    certifying = measure(logits.risk, *own, risk.labels, risk.tokens, architecture, metric)
     certificate = certify(
         {c: disagreeing(certifying.judged, c, grids[c]).sum(axis=1) for c in to_certify},
         len(risk.labels),
@@ -281,7 +293,8 @@ def calibrate_precision(
                 speedup=point.speedup,
             )
     return PrecisionCalibration(
-        temperatures=temperatures.values,
+        temperatures=own[0],
+        agreement_temperatures=own[1],
         calibration_error_before=temperatures.error_before,
         calibration_error_after=temperatures.error_after,
         curves=curves,

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 import typer
 
 if TYPE_CHECKING:
-    from training.pipeline import Observer, RunSettings
+    from training.pipeline import Observer, Proposal, RunSettings
 
 commands = typer.Typer()
 
@@ -140,14 +140,23 @@ def export(
     output: Annotated[Path, typer.Option(help="where the bundle goes")],
     exits: Annotated[
         str | None,
-        typer.Option(help="keep the exits after these many whole layers, as 2,4,6; layers between are merged"),
+        typer.Option(
+            help="keep the exits after these many whole layers, as 2,4,6; layers between are merged; auto measures "
+            "which set is cheapest on this machine"
+        ),
     ] = None,
+    quality: Annotated[float, typer.Option(help="with --exits auto: the agreement to be cheapest at")] = 0.99,
     as_json: Annotated[bool, typer.Option("--json", help="print a summary as JSON at the end")] = False,
 ) -> None:
     """Make a bundle again from a finished run, with all or some of its exits, calibrated anew."""
     from training import pipeline
 
-    keep = None if exits is None else _numbers("exits", exits)
+    keep = None if exits in (None, "auto") else _numbers("exits", exits)
+    if exits == "auto":
+        with _progress() as observer:
+            proposal = pipeline.propose_exits(run, quality, observer=observer)
+        typer.echo(_proposal_in_words(proposal, quality), err=as_json)
+        keep = list(proposal.best)
     with _progress() as observer:
         bundle = pipeline.export_run(run, keep, output, observer=observer)
     _tell(bundle.path, as_json=as_json)
@@ -377,6 +386,27 @@ def _tell(path: Path, *, as_json: bool) -> None:
     typer.echo(json.dumps(summary(bundle), ensure_ascii=False, indent=1) if as_json else describe(bundle))
     if not as_json:
         typer.echo(f"\nServe it: offramp serve {path}")
+
+
+def _proposal_in_words(proposal: "Proposal", quality: float, *, most: int = 5) -> str:
+    """The cheapest sets of exits, and all of them together for comparison."""
+    every = next(one for one in proposal.sets if len(one.kept) == len(proposal.layers))
+    shown = [*proposal.sets[:most], *([every] if every not in proposal.sets[:most] else [])]
+    rows = [
+        f"  {1e3 * one.seconds:>7.3f}  {100 * one.agreement:>8.2f} %  "
+        + ", ".join(
+            f"{proposal.layers[at]} ({100 * share:.0f} %)" for at, share in zip(one.kept, one.shares, strict=True)
+        )
+        for one in shown
+    ]
+    segments = " ".join(f"{1e3 * seconds:.3f}" for seconds in proposal.timings.segments)
+    head = (
+        f"{proposal.precision}, each text alone on one thread ({proposal.texts} timed): segments {segments} ms, "
+        f"of which an exit on the way {1e3 * proposal.timings.head:.3f} ms\n"
+        f"validation split, agreement of at least {quality:g}:\n"
+        "  ms/text   agreement  exits after layers (texts that leave there)"
+    )
+    return "\n".join([head, *rows])
 
 
 def _evaluation_in_words(summary: Mapping[str, Any]) -> str:

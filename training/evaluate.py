@@ -3,7 +3,7 @@
 Everything is measured on the graphs that will serve, with ONNX Runtime on the CPU, never on the torch network.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -84,27 +84,40 @@ def run_graphs(
     ``batch_tokens`` tokens. ``threads`` of one operator (0: as many as this process may use); ``progress`` is called
     with the number of texts just finished. Raises :class:`GraphError` where a graph is not what the architecture says.
     """
-    exits = len(architecture.exits)
-    if len(paths) != exits:
-        raise GraphError(f"{len(paths)} graphs for {exits} exits")
-    sessions = [_open(path, architecture, segment, threads) for segment, path in enumerate(paths, start=1)]
-    logits = np.empty((exits, len(encoded), architecture.num_labels), dtype=np.float32)
+    runner = GraphRunner(paths, architecture, threads=threads)
+    logits = np.empty((len(paths), len(encoded), architecture.num_labels), dtype=np.float32)
     for rows in length_batches([len(text) for text in encoded], batch_tokens):
-        feeds = _first_inputs(architecture, [encoded[row] for row in rows])
-        mask = feeds["attention_mask"]
-        for index, (session, path) in enumerate(zip(sessions, paths, strict=True)):
-            names = segment_io(architecture, index + 1)[1]
-            outputs = dict(zip(names, session.run(list(names), feeds), strict=True))
-            answer = outputs.pop("logits")
-            if answer.shape != (len(rows), architecture.num_labels):
-                raise GraphError(
-                    f"{path}: logits of shape {list(answer.shape)}, not {[len(rows), architecture.num_labels]}"
-                )
+        for index, answer in enumerate(runner.run([encoded[row] for row in rows])):
             logits[index, rows] = answer
-            feeds = {name.removeprefix("next_"): array for name, array in outputs.items()} | {"attention_mask": mask}
         if progress is not None:
             progress(len(rows))
     return logits
+
+
+class GraphRunner:
+    """The graphs of all segments, one after the other on the same batch."""
+
+    def __init__(self, paths: Sequence[Path], architecture: Architecture, *, threads: int = 0) -> None:
+        """Opens ``paths``, the graphs of segments 1, 2, ...; raises :class:`GraphError` as :func:`run_graphs` does."""
+        if len(paths) != len(architecture.exits):
+            raise GraphError(f"{len(paths)} graphs for {len(architecture.exits)} exits")
+        self._architecture = architecture
+        self._paths = list(paths)
+        self._sessions = [_open(path, architecture, segment, threads) for segment, path in enumerate(paths, start=1)]
+
+    def run(self, texts: Sequence[Encoded]) -> Iterator[NDArray[np.float32]]:
+        """Logits ``[B, K]`` of each exit for one padded batch, as soon as its segment has run."""
+        feeds = _first_inputs(self._architecture, texts)
+        mask = feeds["attention_mask"]
+        wanted = (len(texts), self._architecture.num_labels)
+        for segment, (session, path) in enumerate(zip(self._sessions, self._paths, strict=True), start=1):
+            names = segment_io(self._architecture, segment)[1]
+            outputs = dict(zip(names, session.run(list(names), feeds), strict=True))
+            answer = outputs.pop("logits")
+            if answer.shape != wanted:
+                raise GraphError(f"{path}: logits of shape {list(answer.shape)}, not {list(wanted)}")
+            yield answer
+            feeds = {name.removeprefix("next_"): array for name, array in outputs.items()} | {"attention_mask": mask}
 
 
 def length_batches(lengths: Sequence[int], batch_tokens: int) -> list[Ints]:
@@ -192,6 +205,7 @@ def text_costs(architecture: Architecture, tokens: Ints) -> Floats:
 def measure(
     logits: NDArray[np.floating],
     temperatures: Sequence[float] | Floats,
+    agreement_temperatures: Sequence[float] | Floats,
     labels: Ints,
     tokens: Ints,
     architecture: Architecture,
@@ -205,7 +219,7 @@ def measure(
         raise ValueError(f"logits have shape {np.shape(logits)}, not {expected} (exits, texts, labels)")
     if not len(labels):
         raise ValueError("the split holds no texts")
-    judged = judge_all(logits, temperatures)
+    judged = judge_all(logits, temperatures, agreement_temperatures)
     return Measured(judged, labels, text_costs(architecture, tokens), metric_name)
 
 
@@ -318,6 +332,7 @@ def evaluate_bundle(
         split = measure(
             logits,
             calibration.temperatures,
+            calibration.agreement_temperatures,
             texts.labels,
             tokens,
             manifest.architecture,

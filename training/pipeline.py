@@ -46,6 +46,7 @@ from training.evaluate import Measured, curve, exit_scores, measure, run_graphs
 from training.export import export_graphs, select_exits
 from training.report import PLOT_NAME, VALIDATION_SPLIT, bundle_plot, model_card
 from training.trainer import EpochReport, StepReport, TrainingSettings, train
+from training.worth import ExitSet, Timings, exit_sets, measure_timings
 
 # int8 is what a bundle serves by default where no exit loses more than this share of the metric against fp32.
 PRECISION_TOLERANCE = 0.005
@@ -315,16 +316,70 @@ def fit(
     return network, backbone.tokenizer_json, seconds
 
 
+@dataclass(frozen=True, slots=True)
+class Proposal:
+    """What each set of exits of a run would cost here, cheapest first; ``layers`` after which every exit of the run
+    stands, and the ``precision`` and number of ``texts`` that were timed."""
+
+    sets: tuple[ExitSet, ...]
+    timings: Timings
+    layers: tuple[int, ...]
+    precision: Precision
+    texts: int
+
+    @property
+    def best(self) -> tuple[int, ...]:
+        """Layers of the cheapest set."""
+        return tuple(self.layers[index] for index in self.sets[0].kept)
+
+
+def propose_exits(folder: Path, quality: float, *, most_texts: int = 100, observer: Observer = Observer()) -> Proposal:
+    """Which exits of the finished run in ``folder`` earn their cost on this machine, at agreement ``quality``.
+
+    Times the graphs on up to ``most_texts`` texts of the validation split and judges all of that split; the risk split
+    is not looked at, so what is exported can be certified as ever. Raises :class:`PipelineError` as
+    :func:`export_run` does, and for a quality outside 0 to 1.
+    """
+    if not 0 < quality < 1:
+        raise PipelineError(f"quality must lie between 0 and 1, not {quality:g}")
+    settings, network = _finished(folder)
+    architecture, weights = network.architecture, network.numpy_weights()
+    prepared = prepare(settings.data, settings.training.seed)
+    precision: Precision = "int8" if "int8" in settings.precisions else settings.precisions[0]
+    encoder = _encoder((folder / "tokenizer.json").read_text(encoding="utf-8"), architecture)
+    validation = tokenize(prepared.splits.validation, prepared.splits.labels, encoder)
+    last = architecture.exits[-1].number
+    with tempfile.TemporaryDirectory(prefix="offramp-export-") as scratch:
+        observer.stage("export", 0)
+        graphs = export_graphs(architecture, weights, Path(scratch) / "all", (precision,))[precision]
+        alone, its_weights = select_exits(architecture, weights, [last])
+        whole = export_graphs(alone, its_weights, Path(scratch) / "last", (precision,))[precision][0]
+        observer.stage("run the graphs", len(validation))
+        logits = run_graphs(graphs, architecture, validation.texts, progress=observer.advance)
+        observer.stage("time the graphs", 0)
+        timings = measure_timings(graphs, whole, architecture, alone, validation.texts[:most_texts])
+    try:
+        sets = exit_sets(logits, timings, quality)
+    except ValueError as error:
+        raise PipelineError(f"{folder}: {error}") from None
+    layers = tuple(spec.after_layer for spec in architecture.exits)
+    return Proposal(tuple(sets), timings, layers, precision, min(most_texts, len(validation)))
+
+
+def _finished(folder: Path) -> tuple[RunSettings, MultiExitNetwork]:
+    settings = read_run(folder)
+    kept = folder / "training" / "kept"
+    if not (kept / "network.safetensors").exists() or not (folder / "tokenizer.json").exists():
+        raise PipelineError(f"{folder}: no finished training in it; go on with offramp train --resume")
+    return settings, MultiExitNetwork.load(kept)
+
+
 def export_run(folder: Path, layers: Sequence[int] | None, target: Path, *, observer: Observer = Observer()) -> Bundle:
     """Makes a bundle at ``target`` from the finished run in ``folder``, keeping only the exits after ``layers`` layers.
 
     Fewer exits are calibrated anew, on the same splits. Raises :class:`PipelineError` for a run that is not finished.
     """
-    settings = read_run(folder)
-    kept = folder / "training" / "kept"
-    if not (kept / "network.safetensors").exists() or not (folder / "tokenizer.json").exists():
-        raise PipelineError(f"{folder}: no finished training in it; go on with offramp train --resume")
-    network = MultiExitNetwork.load(kept)
+    settings, network = _finished(folder)
     architecture, weights = network.architecture, network.numpy_weights()
     if layers is not None:
         numbers = {e.after_layer: e.number for e in architecture.exits}
@@ -572,9 +627,16 @@ def _measured(
     architecture: Architecture,
     metric: str,
 ) -> Measured:
-    temperatures = calibration.precisions[precision].temperatures
-    part = _split(data)
-    return measure(logits, temperatures, part.labels, part.tokens, architecture, metric)
+    own, part = calibration.precisions[precision], _split(data)
+    return measure(
+        logits,
+        own.temperatures,
+        own.agreement_temperatures,
+        part.labels,
+        part.tokens,
+        architecture,
+        metric,
+    )
 
 
 def _data_hash(examples: Sequence[Example]) -> str:

@@ -16,7 +16,12 @@ PLOT_NAME = "quality_speed.png"
 VALIDATION_SPLIT = "validation split"
 
 # Okabe and Ito's palette: told apart with any colour vision.
-_COLOURS: dict[Criterion, str] = {"confidence": "#0072B2", "entropy": "#D55E00", "patience": "#009E73"}
+_COLOURS: dict[Criterion, str] = {
+    "agreement": "#CC79A7",
+    "confidence": "#0072B2",
+    "entropy": "#D55E00",
+    "patience": "#009E73",
+}
 _METRIC_NAMES = {"accuracy": "accuracy", "matthews": "Matthews correlation", "f1": "F1"}
 _TICKS = (1, 1.25, 1.5, 2, 2.5, 3, 4, 5, 6, 8, 10, 12, 15, 20, 25, 30, 40, 50)
 
@@ -90,12 +95,12 @@ def quality_speed_plot(
                     [point.speedup for point in points],
                     [100 * point.metric for point in points],
                     color=_COLOURS[criterion],
-                    linewidth={"confidence": 2.6, "entropy": 1.2, "patience": 1.4}[criterion],
+                    linewidth=2.6 if criterion in ("agreement", "confidence") else 1.3,
                     linestyle=(0, (4, 3)) if criterion == "entropy" else "-",
                     marker="D" if criterion == "patience" else None,
                     markersize=4.5,
                     label=criterion,
-                    zorder={"confidence": 3, "entropy": 4, "patience": 3}[criterion],
+                    zorder=4 if criterion == "entropy" else 3,
                 )
 
         fastest = max([*speeds, *(point.speedup for points in curves.values() for point in points)])
@@ -357,7 +362,7 @@ def _certified(precision: Precision, calibration: Calibration, scores: Sequence[
         )
         table = [["quality", "leaves by", "disagree", "p-value", "cost", "speed-up"]]
         for tier in calibrated.certified:
-            sign = {"confidence": "≥", "entropy": "≤", "patience": "≥"}[tier.criterion]
+            sign = "≤" if tier.criterion == "entropy" else "≥"
             row = [f"{tier.quality:g}", f"{tier.criterion} {sign} {tier.threshold:.6g}"]
             row += [f"{tier.disagreements} of {tier.n:,}", f"{tier.p_value:.2g}"]
             table.append([*row, f"{tier.mean_cost:.2f}", f"{tier.speedup:.2f}×"])
@@ -374,23 +379,26 @@ def _certified(precision: Precision, calibration: Calibration, scores: Sequence[
 
 
 def _calibrated(calibration: Calibration) -> str:
-    table = [["precision", "exit", "temperature", "error before", "error after"]]
+    table = [["precision", "exit", "temperature", "error before", "error after", "for agreement"]]
     for precision, calibrated in calibration.precisions.items():
         rows = zip(
             calibrated.temperatures,
             calibrated.calibration_error_before,
             calibrated.calibration_error_after,
+            calibrated.agreement_temperatures,
             strict=True,
         )
-        for number, (temperature, before, after) in enumerate(rows, start=1):
-            table.append([precision, str(number), f"{temperature:.3f}", f"{before:.4f}", f"{after:.4f}"])
+        for number, (temperature, before, after, agreeing) in enumerate(rows, start=1):
+            row = [f"{temperature:.3f}", f"{before:.4f}", f"{after:.4f}", f"{agreeing:.3f}"]
+            table.append([precision, str(number), *row])
     own = calibration.n_temperature
     fitted = f"{own:,} texts of their own" if own else "the validation split (judged by halves)"
     return (
         "## Calibration of the scores\n\n"
         f"Scores are softmax after the exit's temperature, fitted on {fitted} and kept only where it lowers the loss "
         "of texts that did not fit it (1 where it does not). Expected calibration error, 15 bins, on such texts of "
-        f"the validation split:\n\n{_table(table)}"
+        "the validation split. The criterion `agreement` has temperatures of its own (last column): they make "
+        f"confidence the chance that the last exit gives the same label.\n\n{_table(table)}"
     )
 
 

@@ -163,6 +163,7 @@ def _result(model: ServedModel, request: ClassifyRequest, depth: Depth, answer: 
             "reason": answer.reason,
             "confidence": left.confidence,
             "entropy": left.entropy,
+            "agreement": left.agreement,
             "tier": tier,
         },
         "tokens": answer.tokens,
@@ -177,6 +178,7 @@ def _result(model: ServedModel, request: ClassifyRequest, depth: Depth, answer: 
                 **_scores(model, request, reading),
                 "confidence": reading.confidence,
                 "entropy": reading.entropy,
+                "agreement": reading.agreement,
             }
             for reading in answer.readings
         ]

@@ -51,8 +51,8 @@ def certified_tier(calibration: PrecisionCalibration, quality: float) -> Tier | 
 
 
 def fastest(calibration: PrecisionCalibration) -> float | None:
-    """The largest speed-up on the confidence curve, or ``None`` where there is no such curve."""
-    return max((point.speedup for point in calibration.curves.get("confidence", ())), default=None)
+    """The largest speed-up on any measured curve, or ``None`` where there is none."""
+    return max((point.speedup for points in calibration.curves.values() for point in points), default=None)
 
 
 def _limits(request: ClassifyRequest, exits: int) -> tuple[int, int | None]:
@@ -84,13 +84,17 @@ def _own_threshold(request: ClassifyRequest, low: int, high: int | None) -> Dept
 
 
 def _from_speed(speed: float, calibration: PrecisionCalibration, low: int, high: int | None) -> Depth:
-    curve = calibration.curves.get("confidence", ())
-    enough = [point for point in curve if point.speedup >= speed]
+    enough = [
+        (point, criterion)
+        for criterion, points in calibration.curves.items()
+        for point in points
+        if point.speedup >= speed
+    ]
     if not enough:
         raise _too_fast(speed, fastest(calibration))
     # Of points that agree equally well, the cheapest.
-    best = max(enough, key=lambda point: (point.agreement, point.speedup))
-    return Depth(Policy("confidence", best.threshold, low, high), None)
+    best, criterion = max(enough, key=lambda found: (found[0].agreement, found[0].speedup))
+    return Depth(Policy(criterion, best.threshold, low, high), None)
 
 
 def _too_fast(speed: float, maximum: float | None) -> ApiError:

@@ -85,7 +85,8 @@ class ClassifyRequest(_Strict):
         ge=0,
         le=1000,
         allow_inf_nan=False,
-        description="leave at a confidence of at least, or a normalised entropy of at most this (0 to 1), or after "
+        description="leave at an agreement or a confidence of at least, or a normalised entropy of at most this (0 to "
+        "1), or after "
         "this many exits in a row that agree with the exit before them (patience, a whole number from 1)",
     )
     min_exit: int | None = Field(
@@ -118,7 +119,8 @@ class ClassifyRequest(_Strict):
     )
     raw_scores: bool = Field(
         default=False,
-        description="scores are the exit's logits, before temperature and softmax; confidence and entropy stay",
+        description="scores are the exit's logits, before temperature and softmax; confidence, entropy and agreement "
+        "stay",
     )
     truncate: bool = Field(
         default=True, description="cut texts that are longer than the model takes; false answers them with 413"
@@ -154,11 +156,14 @@ class Exit(_Strict):
         "text's length"
     )
     reason: Reason = Field(
-        description="confidence, entropy, patience: the criterion was met; final: the last exit; max_exit, deadline: "
-        "that limit ended the way"
+        description="agreement, confidence, entropy, patience: the criterion was met; final: the last exit; max_exit, "
+        "deadline: that limit ended the way"
     )
     confidence: float = Field(description="largest probability")
     entropy: float = Field(description="entropy divided by the log of the number of labels: 0 certain, 1 uniform")
+    agreement: float = Field(
+        description="estimated probability that the last exit gives the same label; 1 at the last exit"
+    )
     tier: float | None = Field(description="the certified quality that this answer carries; null: nothing is promised")
 
 
@@ -173,6 +178,7 @@ class PassedExit(_Strict):
     scores: list[Score]
     confidence: float
     entropy: float
+    agreement: float
 
 
 class Result(_Strict):

@@ -85,6 +85,7 @@ class Engine:
         runner: SegmentRunner,
         encoder: TextEncoder,
         temperatures: Sequence[float],
+        agreement_temperatures: Sequence[float],
         observer: Observer,
         workers: int,
         max_queue: int,
@@ -92,11 +93,11 @@ class Engine:
         max_batch_texts: int,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """``temperatures`` has one entry per exit; ``max_queue`` bounds the texts admitted and not yet settled."""
+        """Temperatures have one entry per exit; ``max_queue`` bounds the texts admitted and not yet settled."""
         self._runner = runner
         self._encoder = encoder
         self._blank_tokens = len(encoder.encode("")), len(encoder.encode("", ""))
-        self._temperatures = list(temperatures)
+        self._temperatures = list(zip(temperatures, agreement_temperatures, strict=True))
         self._last_exit = len(self._temperatures)
         self._observer = observer
         self._max_queue = max_queue
@@ -314,7 +315,7 @@ class Engine:
         started = self._clock()
         output = self._runner.run(segment, items)
         seconds = self._clock() - started
-        verdict = judge(output.logits, self._temperatures[segment - 1])
+        verdict = judge(output.logits, *self._temperatures[segment - 1])
         streaks = agree(
             verdict.labels,
             np.fromiter((item.previous_label for item in items), np.int64, len(items)),
@@ -338,6 +339,8 @@ class Engine:
                     label=label,
                     confidence=float(verdict.confidence[row]),
                     entropy=float(verdict.entropy[row]),
+                    # The last exit agrees with itself.
+                    agreement=1.0 if segment == self._last_exit else float(verdict.agreement[row]),
                 )
             )
             if reason is not None:

@@ -25,7 +25,7 @@ class Text:
 @dataclass(frozen=True, slots=True)
 class Reading:
     """What one exit said of one text: ``logits [K]``, ``probabilities [K]`` after the exit's temperature, the index of
-    the label, the largest probability and the normalised entropy."""
+    the label, the largest probability, the normalised entropy, and the estimated chance that the last exit agrees."""
 
     exit: int
     logits: Floats
@@ -33,6 +33,7 @@ class Reading:
     label: int
     confidence: float
     entropy: float
+    agreement: float
 
 
 @dataclass(frozen=True, slots=True)

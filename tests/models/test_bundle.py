@@ -62,6 +62,7 @@ def calibration(temperatures: tuple[float, ...] = (1.5, 1.0, 1.25)) -> Calibrati
     )
     precision = PrecisionCalibration(
         temperatures=temperatures,
+        agreement_temperatures=temperatures,
         calibration_error_before=(0.1,) * 3,
         calibration_error_after=(0.05,) * 3,
         curves={"confidence": (point,)},

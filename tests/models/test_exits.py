@@ -43,28 +43,52 @@ def policies(draw: st.DrawFn) -> Policy:
     return Policy(criterion, threshold, low, high)
 
 
-def temperatures(of: np.ndarray) -> np.ndarray:
-    return np.linspace(0.5, 2.0, len(of))
+def temperatures(of: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """For the scores and for the agreement, different at every exit."""
+    return np.linspace(0.5, 2.0, len(of)), np.linspace(1.5, 0.7, len(of))
+
+
+def test_agreement_is_confidence_at_a_temperature_of_its_own() -> None:
+    said = np.array([[1.0, 0.0], [3.0, 0.0]])
+    verdict = judge(said, 1.0, 0.5)
+    assert verdict.agreement == pytest.approx(1 / (1 + np.exp([-2.0, -6.0])))
+    assert verdict.confidence == pytest.approx(1 / (1 + np.exp([-1.0, -3.0])))
+    streak = np.zeros(2, dtype=np.int64)
+    assert decide(verdict, streak, [Policy("agreement", 0.85)] * 2, 1, 2) == ["agreement", "agreement"]
+    assert decide(verdict, streak, [Policy("confidence", 0.85)] * 2, 1, 2) == [None, "confidence"]
+
+
+def test_an_estimated_agreement_is_never_certain() -> None:
+    sure = np.tile(np.array([[1e4, 0.0]]), (2, 1, 1))
+    assert first_exit(sure, np.ones(2), np.ones(2), Policy("agreement", 1.0)) == [1]
+    assert first_exit(sure, np.ones(2), np.ones(2), Policy("agreement", 0.999)) == [0]
+
+
+@given(logits(), st.floats(0, 1), st.floats(0, 1))
+def test_a_higher_agreement_never_leaves_earlier(values: np.ndarray, one: float, other: float) -> None:
+    bold = first_exit(values, *temperatures(values), Policy("agreement", min(one, other)))
+    safe = first_exit(values, *temperatures(values), Policy("agreement", max(one, other)))
+    assert (bold <= safe).all()
 
 
 @given(logits(), st.floats(0, 1), st.floats(0, 1))
 def test_a_lower_confidence_threshold_never_leaves_later(values: np.ndarray, one: float, other: float) -> None:
-    bold = first_exit(values, temperatures(values), Policy("confidence", min(one, other)))
-    safe = first_exit(values, temperatures(values), Policy("confidence", max(one, other)))
+    bold = first_exit(values, *temperatures(values), Policy("confidence", min(one, other)))
+    safe = first_exit(values, *temperatures(values), Policy("confidence", max(one, other)))
     assert (bold <= safe).all()
 
 
 @given(logits(), st.floats(0, 1), st.floats(0, 1))
 def test_a_higher_entropy_threshold_never_leaves_later(values: np.ndarray, one: float, other: float) -> None:
-    bold = first_exit(values, temperatures(values), Policy("entropy", max(one, other)))
-    safe = first_exit(values, temperatures(values), Policy("entropy", min(one, other)))
+    bold = first_exit(values, *temperatures(values), Policy("entropy", max(one, other)))
+    safe = first_exit(values, *temperatures(values), Policy("entropy", min(one, other)))
     assert (bold <= safe).all()
 
 
 @given(logits(), st.integers(1, 5))
 def test_more_patience_never_leaves_earlier(values: np.ndarray, steps: int) -> None:
-    bold = first_exit(values, temperatures(values), Policy("patience", steps))
-    safe = first_exit(values, temperatures(values), Policy("patience", steps + 1))
+    bold = first_exit(values, *temperatures(values), Policy("patience", steps))
+    safe = first_exit(values, *temperatures(values), Policy("patience", steps + 1))
     assert (bold <= safe).all()
 
 
@@ -73,7 +97,7 @@ def test_patience_leaves_at_the_first_exit_whose_label_has_held_for_that_many_st
     values: np.ndarray, steps: int
 ) -> None:
     labels = values.argmax(axis=-1)
-    for text, left in enumerate(first_exit(values, temperatures(values), Policy("patience", steps))):
+    for text, left in enumerate(first_exit(values, *temperatures(values), Policy("patience", steps))):
         held = [
             end
             for end in range(steps, len(values))
@@ -84,7 +108,7 @@ def test_patience_leaves_at_the_first_exit_whose_label_has_held_for_that_many_st
 
 @given(logits(ANY), policies())
 def test_logits_that_are_not_finite_never_leave_early_by_a_criterion(values: np.ndarray, policy: Policy) -> None:
-    chosen = first_exit(values, temperatures(values), policy)
+    chosen = first_exit(values, *temperatures(values), policy)
     for text, left in enumerate(chosen):
         forced = policy.max_exit is not None and left + 1 >= policy.max_exit
         if left < len(values) - 1 and not forced:
@@ -95,18 +119,18 @@ def test_logits_that_are_not_finite_never_leave_early_by_a_criterion(values: np.
 def test_a_text_without_one_finite_exit_goes_to_the_end(policy: Policy) -> None:
     values = np.full((4, 2, 3), np.nan, dtype=np.float32)
     last = 3 if policy.max_exit is None else min(policy.max_exit, 4) - 1
-    assert (first_exit(values, np.ones(4), policy) == last).all()
+    assert (first_exit(values, np.ones(4), np.ones(4), policy) == last).all()
 
 
 def test_an_infinite_logit_is_not_a_certain_answer() -> None:
-    verdict = judge(np.array([[np.inf, 0.0], [0.0, 1.0]], dtype=np.float32))
+    verdict = judge(np.array([[np.inf, 0.0], [0.0, 1.0]], dtype=np.float32), 1.0, 1.0)
     assert verdict.labels.tolist() == [-1, 1]
     assert not sure(verdict, np.zeros(2, dtype=np.int64), [Policy("confidence", 0.0)] * 2)[0]
 
 
 @given(logits(), policies())
 def test_nobody_leaves_before_min_exit_or_after_max_exit(values: np.ndarray, policy: Policy) -> None:
-    left = first_exit(values, temperatures(values), policy) + 1
+    left = first_exit(values, *temperatures(values), policy) + 1
     assert (left >= min(policy.min_exit, len(values))).all()
     assert (left <= min(policy.max_exit or len(values), len(values))).all()
 
@@ -118,14 +142,14 @@ def test_deciding_exit_by_exit_is_what_first_exit_says(values: np.ndarray, data:
     previous, streak = np.full(texts, -1, dtype=np.int64), np.zeros(texts, dtype=np.int64)
     left: dict[int, tuple[int, Any]] = {}
     for number in range(1, exits + 1):
-        verdict = judge(values[number - 1], float(temperatures(values)[number - 1]))
+        verdict = judge(values[number - 1], *(float(of[number - 1]) for of in temperatures(values)))
         streak = agree(verdict.labels, previous, streak)
         previous = verdict.labels
         for text, reason in enumerate(decide(verdict, streak, mixed, number, exits)):
             if reason is not None and text not in left:
                 left[text] = (number - 1, reason)
     for text, policy in enumerate(mixed):
-        assert left[text][0] == first_exit(values, temperatures(values), policy)[text]
+        assert left[text][0] == first_exit(values, *temperatures(values), policy)[text]
         if left[text][0] == exits - 1:
             assert left[text][1] == "final"
         else:
@@ -134,15 +158,15 @@ def test_deciding_exit_by_exit_is_what_first_exit_says(values: np.ndarray, data:
 
 @given(logits(), policies())
 def test_judging_once_gives_what_judging_for_each_policy_gives(values: np.ndarray, policy: Policy) -> None:
-    judged = judge_all(values, temperatures(values))
+    judged = judge_all(values, *temperatures(values))
     before = judged.confidence.copy()
-    assert (leave_at(judged, policy) == first_exit(values, temperatures(values), policy)).all()
+    assert (leave_at(judged, policy) == first_exit(values, *temperatures(values), policy)).all()
     assert (judged.confidence == before).all()
 
 
 @given(logits(ANY))
 def test_entropy_lies_between_certain_and_uniform(values: np.ndarray) -> None:
-    verdict = judge(values[0])
+    verdict = judge(values[0], 1.0, 1.0)
     entropy = verdict.entropy[verdict.finite]
     assert ((entropy >= 0) & (entropy <= 1)).all()
     assert np.isnan(verdict.entropy[~verdict.finite]).all()
@@ -161,7 +185,7 @@ def test_entropy_is_that_of_the_formula() -> None:
 @settings(max_examples=50)
 @given(logits(), st.floats(0.1, 10))
 def test_temperature_changes_how_sure_an_answer_is_but_not_which_one(values: np.ndarray, temperature: float) -> None:
-    warm, plain = judge(values[0], temperature), judge(values[0])
+    warm, plain = judge(values[0], temperature, 1.0), judge(values[0], 1.0, 1.0)
     assert (warm.labels == plain.labels).all()
     tie_free = np.abs(warm.confidence - plain.confidence) > 1e-9
     assert ((warm.confidence < plain.confidence) == (temperature > 1))[tie_free].all()
@@ -175,11 +199,11 @@ def test_probabilities_sum_to_one_and_a_shift_of_the_logits_changes_nothing(valu
 
 def test_full_depth_means_the_last_exit_however_sure_the_first_is() -> None:
     certain = np.tile(np.array([[[1000.0, 0.0]]], dtype=np.float32), (6, 3, 1))
-    assert (first_exit(certain, np.ones(6), full_depth(6)) == 5).all()
+    assert (first_exit(certain, np.ones(6), np.ones(6), full_depth(6)) == 5).all()
 
 
 def test_the_answer_of_a_max_exit_that_is_also_sure_is_named_after_the_criterion() -> None:
-    verdict = judge(np.array([[9.0, 0.0], [0.1, 0.0]]))
+    verdict = judge(np.array([[9.0, 0.0], [0.1, 0.0]]), 1.0, 1.0)
     limited = [Policy("confidence", 0.9, max_exit=2)] * 2
     assert decide(verdict, np.zeros(2, dtype=np.int64), limited, 2, 6) == ["confidence", "max_exit"]
 
@@ -192,7 +216,10 @@ def test_a_streak_begins_anew_after_another_label_and_after_logits_that_were_not
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ({"criterion": "certainty", "threshold": 0.5}, "criterion must be one of confidence, entropy, patience"),
+        (
+            {"criterion": "certainty", "threshold": 0.5},
+            "criterion must be one of agreement, confidence, entropy, patience",
+        ),
         ({"criterion": "confidence", "threshold": 1.01}, "threshold of confidence must lie between 0 and 1"),
         ({"criterion": "entropy", "threshold": -0.1}, "threshold of entropy must lie between 0 and 1"),
         ({"criterion": "confidence", "threshold": float("nan")}, "threshold must be a finite number"),
@@ -209,4 +236,4 @@ def test_a_policy_that_makes_no_sense_is_refused(arguments: dict[str, Any], mess
 
 def test_as_many_temperatures_as_exits_are_asked_for() -> None:
     with pytest.raises(ValueError, match="2 temperatures for 3 exits"):
-        judge_all(np.zeros((3, 1, 2)), [1.0, 1.0])
+        judge_all(np.zeros((3, 1, 2)), [1.0, 1.0], [1.0] * 3)

@@ -14,6 +14,7 @@ from tests.training.synthetic import architecture, draw
 from training.calibrate import (
     Split,
     SplitLogits,
+    agreement_temperatures,
     calibrate,
     calibrate_precision,
     choose_criterion,
@@ -126,6 +127,26 @@ def test_one_text_is_too_few_for_a_temperature() -> None:
     assert cross_fit_temperatures(logits, labels).values == (1.0,) * 6
 
 
+def test_agreement_is_fitted_to_what_the_last_exit_says_and_not_to_the_truth() -> None:
+    logits, labels, _ = draw(1000, seed=4, sharpness=3.0)
+    last = logits[-1].argmax(-1)
+    found = agreement_temperatures(logits)
+    assert found[-1] == 1.0
+    for early, temperature in zip(logits[:-1], found, strict=False):
+        assert temperature == pytest.approx(fit_temperature(early, last), rel=1e-4)
+        # Exits that err together agree more often than they are right.
+        assert temperature < fit_temperature(early, labels)
+        by_agreement = expected_calibration_error(early, last, temperature)
+        assert by_agreement < expected_calibration_error(early, last, fit_temperature(early, labels))
+
+
+def test_a_text_whose_last_exit_is_not_finite_teaches_no_agreement() -> None:
+    logits, _, _ = draw(500, seed=5)
+    broken = np.concatenate([logits, logits[:, :1]], axis=1)
+    broken[-1, -1] = np.nan
+    assert agreement_temperatures(broken) == agreement_temperatures(logits)
+
+
 def test_logits_that_are_not_finite_do_not_spoil_the_temperature() -> None:
     logits, labels, _ = draw(500)
     broken = logits[0].copy()
@@ -168,19 +189,19 @@ def test_answers_as_sure_as_they_are_right_have_no_calibration_error() -> None:
 def test_a_grid_runs_from_certainty_to_everyone_leaving_at_once(criterion: Criterion, classes: int) -> None:
     logits, _, _ = draw(300, classes=classes, exits=4)
     logits[0, 0] = 0.0  # as unsure as can be
-    judged = judge_all(logits, [1.0] * 4)
+    judged = judge_all(logits, [1.0] * 4, [1.0] * 4)
     grid = threshold_grid(judged, criterion, classes, 50)
     steps = np.diff(grid)
     assert (steps < 0).all() if criterion == "confidence" else (steps > 0).all()
     assert grid[0] == (1.0 if criterion == "confidence" else 0.0)
     assert len(grid) <= 53
     assert not disagreeing(judged, criterion, grid[:1]).any()
-    assert (first_exit(logits, [1.0] * 4, Policy(criterion, grid[-1])) == 0).all()
+    assert (first_exit(logits, [1.0] * 4, [1.0] * 4, Policy(criterion, grid[-1])) == 0).all()
 
 
 def test_grids_follow_the_texts_so_that_the_confident_end_is_fine() -> None:
     logits, _, _ = draw(2000, sharpness=4.0)
-    grid = np.array(threshold_grid(judge_all(logits, [1.0] * 6), "confidence", 2, 100))
+    grid = np.array(threshold_grid(judge_all(logits, [1.0] * 6, [1.0] * 6), "confidence", 2, 100))
     # Half of all answers of these exits are surer than .999, so about half of the grid is as well.
     assert 40 <= (grid > 0.999).sum() <= 75
     assert len(np.unique(grid)) == len(grid)
@@ -188,7 +209,7 @@ def test_grids_follow_the_texts_so_that_the_confident_end_is_fine() -> None:
 
 def test_patience_runs_from_one_less_than_the_exits_down_to_one() -> None:
     logits, _, _ = draw(50)
-    judged = judge_all(logits, [1.0] * 6)
+    judged = judge_all(logits, [1.0] * 6, [1.0] * 6)
     assert threshold_grid(judged, "patience", 2) == (5.0, 4.0, 3.0, 2.0, 1.0)
     assert not disagreeing(judged, "patience", [5.0]).any()
 
@@ -205,11 +226,11 @@ def test_one_exit_alone_has_grids_too() -> None:
 
 def test_a_curve_says_what_each_threshold_gives_text_by_text() -> None:
     logits, labels, tokens = draw(200, seed=4)
-    seen = measure(logits, [1.3] * 6, labels, tokens, SHAPE, "accuracy")
+    seen = measure(logits, [1.3] * 6, [1.3] * 6, labels, tokens, SHAPE, "accuracy")
     for point in curve(seen, "confidence", (0.95, 0.8, 0.6)):
         right = same = cost = full = 0.0
         shares = [0] * 6
-        chosen = first_exit(logits, [1.3] * 6, Policy("confidence", point.threshold))
+        chosen = first_exit(logits, [1.3] * 6, [1.3] * 6, Policy("confidence", point.threshold))
         for text, left in enumerate(chosen):
             answer, last = logits[left, text].argmax(), logits[-1, text].argmax()
             right += answer == labels[text]
@@ -286,7 +307,9 @@ def test_tiers_are_the_counts_of_the_risk_split_at_their_threshold(
     logits = splits["risk"][0]
     assert [tier.quality for tier in precision.certified] == sorted(QUALITIES, reverse=True)
     for tier in precision.certified:
-        chosen = first_exit(logits, precision.temperatures, Policy(tier.criterion, tier.threshold))
+        chosen = first_exit(
+            logits, precision.temperatures, precision.agreement_temperatures, Policy(tier.criterion, tier.threshold)
+        )
         answers = logits[chosen, np.arange(1300)].argmax(axis=-1)
         assert tier.disagreements == (answers != logits[-1].argmax(axis=-1)).sum()
         assert tier.n == 1300
@@ -330,7 +353,7 @@ def test_one_criterion_is_certified_and_the_risk_split_has_no_say_in_which(
     risk = splits["risk"][0]
     # Here the first exit is sure of the wrong label and the others agree: patience would win by far.
     deceptive = np.stack([-5 * np.sign(risk[-1] - risk[-1].mean(axis=-1, keepdims=True)), *[risk[-1]] * 5])
-    assert chosen(risk) == chosen(deceptive) == {"confidence"}
+    assert chosen(risk) == chosen(deceptive) == {"agreement"}
 
 
 def test_several_criteria_share_delta_and_the_cheapest_serves(splits: dict[str, tuple[np.ndarray, Split]]) -> None:

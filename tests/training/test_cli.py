@@ -71,6 +71,18 @@ def test_export_keeps_the_exits_asked_for(trained: Path, tmp_path: Path, capsys:
     assert not (tmp_path / "none").exists()
 
 
+def test_export_can_choose_the_exits_by_measuring(
+    trained: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    arguments = ["export", str(trained), "--exits", "auto", "--output", str(tmp_path / "auto")]
+    assert run([*arguments, "--quality", "0.9"]) == 0
+    shown = capsys.readouterr().out
+    assert "validation split, agreement of at least 0.9" in shown
+    kept = [str(e.after_layer) for e in Bundle.load(tmp_path / "auto").manifest.architecture.exits]
+    cheapest = next(line for line in shown.splitlines() if "(" in line and line.lstrip()[0].isdigit())
+    assert [part.strip().split(" ")[0] for part in cheapest.split(" %  ")[1].split(",")] == kept
+
+
 def test_calibrate_replaces_the_bundle_or_writes_another(trained: Path, tmp_path: Path) -> None:
     data = write_texts(tmp_path / "traffic.csv", 400, seed=7)
     command = ["calibrate", str(trained / "bundle"), "--file", str(data), "--output", str(tmp_path / "new")]

@@ -300,7 +300,12 @@ def test_a_bundle_is_evaluated_in_each_precision_by_its_own_calibration(bundle: 
         assert accuracies == pytest.approx((logits.argmax(axis=-1) == labels).mean(axis=-1), abs=1e-6)
         assert len(summary["tiers"]) == len(calibration.certified) > 0
         for tier, row in zip(calibration.certified, summary["tiers"], strict=True):
-            chosen = first_exit(logits, calibration.temperatures, Policy(tier.criterion, tier.threshold))
+            chosen = first_exit(
+                logits,
+                calibration.temperatures,
+                calibration.agreement_temperatures,
+                Policy(tier.criterion, tier.threshold),
+            )
             answers = logits[chosen, np.arange(60)].argmax(axis=-1)
             assert row["agreement"] == pytest.approx((answers == logits[-1].argmax(axis=-1)).mean(), abs=1e-6)
     json.dumps(found)
@@ -322,7 +327,7 @@ def test_texts_that_a_bundle_cannot_take_are_refused_by_row_or_by_kind(bundle: B
 def test_scores_are_those_of_leaving_every_text_at_one_exit() -> None:
     logits, labels, tokens = draw(300)
     shape = architecture()
-    scores = exit_scores(measure(logits, [2.0] * 6, labels, tokens, shape, "matthews"))
+    scores = exit_scores(measure(logits, [2.0] * 6, [2.0] * 6, labels, tokens, shape, "matthews"))
     for index, row in enumerate(scores):
         answers = logits[index].argmax(axis=-1)
         assert row.exit == index + 1
@@ -337,8 +342,8 @@ def test_scores_are_those_of_leaving_every_text_at_one_exit() -> None:
 def test_the_accuracy_gap_counts_what_was_lost_and_what_was_won_by_leaving_early() -> None:
     logits, labels, tokens = draw(300)
     policy = Policy("confidence", 0.7)
-    gap = accuracy_gap(measure(logits, [1.0] * 6, labels, tokens, architecture(), "accuracy"), policy)
-    chosen = first_exit(logits, [1.0] * 6, policy)
+    gap = accuracy_gap(measure(logits, [1.0] * 6, [1.0] * 6, labels, tokens, architecture(), "accuracy"), policy)
+    chosen = first_exit(logits, [1.0] * 6, [1.0] * 6, policy)
     early = logits[chosen, np.arange(300)].argmax(axis=-1) == labels
     last = logits[-1].argmax(axis=-1) == labels
     assert gap.mean() == pytest.approx(last.mean() - early.mean())
@@ -347,7 +352,7 @@ def test_the_accuracy_gap_counts_what_was_lost_and_what_was_won_by_leaving_early
 
 def test_the_summary_gives_the_certified_tiers_on_the_texts_at_hand() -> None:
     logits, labels, tokens = draw(400, seed=9)
-    split = measure(logits, [1.0] * 6, labels, tokens, architecture(), "accuracy")
+    split = measure(logits, [1.0] * 6, [1.0] * 6, labels, tokens, architecture(), "accuracy")
     tier = Tier(
         quality=0.97,
         criterion="entropy",
@@ -360,6 +365,7 @@ def test_the_summary_gives_the_certified_tiers_on_the_texts_at_hand() -> None:
     )
     calibration = PrecisionCalibration(
         temperatures=(1.0,) * 6,
+        agreement_temperatures=(1.0,) * 6,
         calibration_error_before=(0.0,) * 6,
         calibration_error_after=(0.0,) * 6,
         curves={"entropy": curve(split, "entropy", (0.0, 0.3, 1.0)), "patience": curve(split, "patience", (5, 1))},
@@ -382,8 +388,8 @@ def test_the_summary_gives_the_certified_tiers_on_the_texts_at_hand() -> None:
 def test_arrays_that_do_not_belong_together_are_refused() -> None:
     logits, labels, tokens = draw(20)
     with pytest.raises(ValueError, match=r"logits have shape \(6, 20, 2\), not \(6, 19, 2\)"):
-        measure(logits, [1.0] * 6, labels[:19], tokens[:19], architecture(), "accuracy")
+        measure(logits, [1.0] * 6, [1.0] * 6, labels[:19], tokens[:19], architecture(), "accuracy")
     with pytest.raises(ValueError, match="differ in length: 20 and 19"):
-        measure(logits, [1.0] * 6, labels, tokens[:19], architecture(), "accuracy")
+        measure(logits, [1.0] * 6, [1.0] * 6, labels, tokens[:19], architecture(), "accuracy")
     with pytest.raises(ValueError, match="the split holds no texts"):
-        measure(logits[:, :0], [1.0] * 6, labels[:0], tokens[:0], architecture(), "accuracy")
+        measure(logits[:, :0], [1.0] * 6, [1.0] * 6, labels[:0], tokens[:0], architecture(), "accuracy")

@@ -127,6 +127,23 @@ def test_exporting_fewer_exits_merges_the_layers_between(finished: Path, tmp_pat
     assert fewer.manifest.exit_costs[-1] < whole.manifest.exit_costs[-1]
 
 
+def test_the_exits_proposed_are_timed_on_the_run_s_own_graphs_and_can_be_exported(
+    finished: Path, tmp_path: Path
+) -> None:
+    proposal = pipeline.propose_exits(finished, 0.9, most_texts=5)
+    assert proposal.layers == (0, 1, 2)
+    assert proposal.texts == 5
+    assert len(proposal.sets) == 4
+    assert all(seconds > 0 for seconds in proposal.timings.segments)
+    made = pipeline.export_run(finished, proposal.best, tmp_path / "best")
+    assert tuple(e.after_layer for e in made.manifest.architecture.exits) == proposal.best
+
+
+def test_a_quality_that_is_none_is_refused_before_anything_is_timed(finished: Path) -> None:
+    with pytest.raises(PipelineError, match="quality must lie between 0 and 1"):
+        pipeline.propose_exits(finished, 1.0)
+
+
 def test_export_of_an_unfinished_run_says_so(backbone: Path, tmp_path: Path) -> None:
     with pytest.raises(PipelineError, match=r"run\.json is missing"):
         pipeline.export_run(tmp_path, None, tmp_path / "bundle")

@@ -33,7 +33,11 @@ def calibration() -> Calibration:
 
 def scores(split: str, n: int, precision: PrecisionCalibration) -> dict[str, Any]:
     logits, labels, tokens = draw(n, seed=2)
-    rows = exit_scores(measure(logits, precision.temperatures, labels, tokens, architecture(), "accuracy"))
+    rows = exit_scores(
+        measure(
+            logits, precision.temperatures, precision.agreement_temperatures, labels, tokens, architecture(), "accuracy"
+        )
+    )
     return {"split": split, "n": n, "per_exit": {"int8": [row.model_dump(mode="json") for row in rows]}}
 
 
@@ -213,7 +217,9 @@ def with_curves(entry: dict[str, Any], calibration: Calibration) -> dict[str, An
     """Evaluation scores with the curves of their own texts, at the calibration's thresholds."""
     calibrated = calibration.precisions["int8"]
     logits, labels, tokens = draw(entry["n"], seed=2)
-    split = measure(logits, calibrated.temperatures, labels, tokens, architecture(), "accuracy")
+    split = measure(
+        logits, calibrated.temperatures, calibrated.agreement_temperatures, labels, tokens, architecture(), "accuracy"
+    )
     curves = {
         criterion: [p.model_dump(mode="json") for p in curve(split, criterion, [p.threshold for p in points])]
         for criterion, points in calibrated.curves.items()
@@ -240,7 +246,7 @@ def test_a_model_with_one_exit_and_no_tier_can_still_be_drawn(
         metric="accuracy",
         data_sha256="0" * 64,
     )
-    rows = exit_scores(measure(logits, np.ones(1), labels, tokens, single, "accuracy"))
+    rows = exit_scores(measure(logits, np.ones(1), np.ones(1), labels, tokens, single, "accuracy"))
     one = {
         **manifest,
         "architecture": single.model_dump(mode="json"),

@@ -208,7 +208,7 @@ class Population:
         logits, _, _ = draw(size, seed=11)
         grid_logits, _, _ = draw(400, seed=12)
         self.disagrees: dict[Criterion, np.ndarray] = {}
-        judged, for_grid = judge_all(logits, [1.0] * 6), judge_all(grid_logits, [1.0] * 6)
+        judged, for_grid = judge_all(logits, [1.0] * 6, [1.0] * 6), judge_all(grid_logits, [1.0] * 6, [1.0] * 6)
         for criterion in CRITERIA:
             grid = threshold_grid(for_grid, criterion, 2, points)
             self.disagrees[criterion] = disagreeing(judged, criterion, grid)

@@ -67,6 +67,7 @@ class Rig:
             runner=self.spy,
             encoder=bundle.encoder,
             temperatures=bundle.calibration.precisions["fp32"].temperatures,
+            agreement_temperatures=bundle.calibration.precisions["fp32"].agreement_temperatures,
             observer=self.tally,
             **(options | settings),
         )
