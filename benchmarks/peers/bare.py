@@ -45,7 +45,8 @@ def open_sessions(graphs: Sequence[Path], threads: int) -> list[Any]:
 def through_segments(bundle: Bundle, sessions: Sequence[Any], policy: Policy) -> Classify:
     """Classifies a text with a session for each segment."""
     architecture, labels = bundle.manifest.architecture, bundle.manifest.labels
-    temperatures = bundle.calibration.precisions[bundle.manifest.default_precision].temperatures
+    calibration = bundle.calibration.precisions[bundle.manifest.default_precision]
+    temperatures = list(zip(calibration.temperatures, calibration.agreement_temperatures, strict=True))
     names = [segment_io(architecture, number) for number in range(1, len(sessions) + 1)]
     states = [state_names(architecture, number) for number in range(1, len(sessions))]
 
@@ -56,7 +57,7 @@ def through_segments(bundle: Bundle, sessions: Sequence[Any], policy: Policy) ->
         for number, session in enumerate(sessions, start=1):
             inputs, outputs = names[number - 1]
             logits, *left = session.run(list(outputs), {name: state[name] for name in inputs})
-            verdict = judge(logits, temperatures[number - 1])
+            verdict = judge(logits, *temperatures[number - 1])
             streak = agree(verdict.labels, previous, streak)
             if decide(verdict, streak, [policy], number, len(sessions))[0]:
                 break
