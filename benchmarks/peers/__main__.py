@@ -19,7 +19,7 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -172,6 +172,8 @@ def describe_machine(bundle: Bundle, session: Session) -> dict[str, Any]:
         "onnxruntime": onnxruntime.__version__,
         "load average before": round(os.getloadavg()[0], 1),
         "when": time.strftime("%Y-%m-%d %H:%M UTC", time.gmtime()),
+        # They change what `offramp serve` does here as anywhere.
+        **{name: value for name, value in os.environ.items() if name.startswith("OFFRAMP_")},
     }
 
 
@@ -187,18 +189,19 @@ def measure_program(session: Session, number: int, program: Program, folder: Pat
             one.warm_up()
             if one.case.name not in session.answers:
                 one.answer_all()
-        chosen = headline(Medians(session.rows)) if program.name == "offramp" else None
+        chosen = headline(Medians(session.rows)) or FULL
         for one in measured:
             one.closed(ONE, 1)
             capacity = one.closed(MANY, CLIENTS)["throughput"]
-            if program.name == "offramp" and one.case.name not in (chosen, FULL) and len(measured) > 1:
+            # Offramp's other qualities lie between or beyond these two.
+            if program.name == "offramp" and one.case.name not in (chosen, FULL):
                 continue
             for percent in session.plan.shares:
                 one.open(percent, capacity)
             if number == 1 and session.wrk:
                 one.with_wrk()
-        if number == session.plan.rounds and session.plan.overload_seconds and program.name == "offramp":
-            next(one for one in measured if one.case.name == chosen or len(measured) == 1 or chosen is None).overload()
+            if program.name == "offramp" and one.case.name == chosen and number == session.plan.rounds:
+                one.overload()
 
 
 @dataclass(slots=True)
@@ -232,7 +235,7 @@ class Measured:
         closed_loop(self.target, self.requests, clients=CLIENTS, seconds=min(1.5, self.session.plan.seconds))
 
     def answer_all(self) -> None:
-        """Every text once: accuracy, and how often the label is the one of full depth."""
+        """Every text once: accuracy, and what later answers are compared with."""
         requests = self.case.requests(self.port, self.session.texts)
         exchanges = closed_loop(self.target, requests, clients=CLIENTS, most=len(requests))
         by_text = {one.request: one for one in exchanges if one.status == 200}
@@ -248,16 +251,16 @@ class Measured:
 
     def closed(self, load: str, clients: int) -> dict[str, Any]:
         seconds = self.session.plan.seconds
-        with self.costing() as cost:
-            exchanges = closed_loop(self.target, self.requests, clients=clients, seconds=seconds)
-        return self.add(load, {**numbers(exchanges, None), **cost(exchanges)})
+        exchanges, cost = self.costing(
+            lambda: closed_loop(self.target, self.requests, clients=clients, seconds=seconds)
+        )
+        return self.add(load, {**numbers(exchanges, None), **cost})
 
     def open(self, percent: int, capacity: float) -> None:
         rate, seconds = capacity * percent / 100, self.session.plan.open_seconds
         due = poisson(rate, seconds, seed=self.round)
-        with self.costing() as cost:
-            exchanges = open_loop(self.target, self.requests, due)
-        self.add(opened(percent), {"rate": rate, **numbers(exchanges, seconds), **cost(exchanges)})
+        exchanges, cost = self.costing(lambda: open_loop(self.target, self.requests, due))
+        self.add(opened(percent), {"rate": rate, **numbers(exchanges, seconds), **cost})
 
     def with_wrk(self) -> None:
         """16 clients once more, by wrk: an opinion on our own load generator. Its latencies are not taken: it adds
@@ -282,6 +285,8 @@ class Measured:
     def overload(self) -> None:
         """Three times the capacity, then half of it; every answer is compared with the one that its text gets alone."""
         seconds = self.session.plan.overload_seconds
+        if not seconds:
+            return
         medians = Medians(self.session.rows)
         capacity = medians.get(self.case.name, MANY, "throughput")
         half = medians.of(self.case.name, opened(50)) or medians.of(self.case.name, opened(70))
@@ -289,8 +294,8 @@ class Measured:
         due = poisson(OVERLOAD * capacity, seconds, seed=0)
         due += [seconds + at for at in poisson(capacity / 2, AFTERMATH_SECONDS, seed=1)]
         requests = self.case.requests(self.port, self.session.texts)
-        with watching_rss(self.server) as rss, self.costing() as cost:
-            exchanges = open_loop(self.target, requests, due)
+        with watching_rss(self.server) as rss:
+            exchanges, cost = self.costing(lambda: open_loop(self.target, requests, due))
         during = [one for one in exchanges if one.due < seconds]
         after = [(one.due, one.status == 200 and one.seconds <= usual) for one in exchanges if one.due >= seconds]
         alone = self.session.answers[self.case.name]
@@ -301,7 +306,7 @@ class Measured:
             {
                 "capacity": capacity,
                 **numbers(during, seconds),
-                **cost(exchanges),
+                **cost,
                 "wrong": wrong,
                 "recovery": recovery(after, seconds),
                 "rss_early": begin,
@@ -309,17 +314,12 @@ class Measured:
             },
         )
 
-    @contextmanager
-    def costing(self) -> Iterator[Any]:
-        """Yields a function of the exchanges of its block: CPU of the server for each, and its memory."""
+    def costing(self, load: Callable[[], list[Exchange]]) -> tuple[list[Exchange], dict[str, float]]:
+        """Runs ``load``: its exchanges; the server's CPU for each, and its memory."""
         before = self.server.cpu_seconds()
-
-        def cost(exchanges: Sequence[Exchange]) -> dict[str, float]:
-            return {"cpu_ms": 1e3 * spent[0] / max(1, len(exchanges)), "peak_rss_mb": self.server.peak_rss_mb()}
-
-        spent = [0.0]
-        yield cost
-        spent[0] = self.server.cpu_seconds() - before
+        exchanges = load()
+        spent = self.server.cpu_seconds() - before
+        return exchanges, {"cpu_ms": 1e3 * spent / max(1, len(exchanges)), "peak_rss_mb": self.server.peak_rss_mb()}
 
     def add(self, load: str, found: dict[str, Any]) -> dict[str, Any]:
         row = {"round": self.round, "case": self.case.name, "load": load, **rounded(found)}

@@ -59,7 +59,7 @@ class Medians:
 
 
 def headline(medians: Medians) -> str | None:
-    """The fastest of Offramp's qualities that keeps :data:`ACCURACY_KEPT` of full depth's accuracy."""
+    """The lowest of Offramp's qualities that keeps :data:`ACCURACY_KEPT` of full depth's accuracy: the cheapest."""
     full = medians.get(FULL, "accuracy", "accuracy")
     kept = [
         case
@@ -68,7 +68,7 @@ def headline(medians: Medians) -> str | None:
         and case != FULL
         and medians.get(case, "accuracy", "accuracy") >= ACCURACY_KEPT * full
     ]
-    return max(kept, key=lambda case: medians.get(case, MANY, "throughput"), default=None)
+    return min(kept, key=lambda case: float(case.split()[1]), default=None)
 
 
 def goals(chosen: str) -> dict[str, Goal | None]:

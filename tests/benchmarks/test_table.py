@@ -50,7 +50,7 @@ def test_a_number_is_the_median_over_the_rounds() -> None:
     assert "round" not in medians.of("a", ONE)
 
 
-def test_the_headline_is_the_fastest_quality_that_keeps_99_percent_of_the_accuracy() -> None:
+def test_the_headline_is_the_lowest_quality_that_keeps_99_percent_of_the_accuracy() -> None:
     rows = [
         *closed(FULL, 100, 9, accuracy=0.900),
         *closed("offramp 0.99", 200, 5, accuracy=0.899),
