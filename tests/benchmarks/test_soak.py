@@ -8,11 +8,11 @@ import pytest
 from starlette.testclient import TestClient
 
 from benchmarks.soak import Mix, Request, long_and_short, poisoned_copy, problem_with, rare_word
-from models.bundle import Bundle
+from models.bundle import Bundle, Precision
 from server.app import create_app
 from server.config import load_settings
 from tests.server.conftest import some_texts
-from tests.tiny import Precision, write_tiny_bundle
+from tests.tiny import write_tiny_bundle
 
 
 def result(label: str = "positive", exit_number: int = 2, score: float = 0.9) -> dict[str, Any]:
