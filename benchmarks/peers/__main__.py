@@ -67,8 +67,6 @@ class Session:
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    # Whoever ends this ends the server under test, too.
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
     options = parse(arguments)
     if options.tables:
         tables = report(json.loads(options.tables.read_text(encoding="utf-8")))
@@ -403,4 +401,6 @@ def say(words: str) -> None:
 
 
 if __name__ == "__main__":
+    # Whoever ends this ends the server under test, too.
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
     main()
