@@ -168,25 +168,34 @@ def measure(options: argparse.Namespace) -> None:
     runner = Runner(bundle, precision=precision, device="cpu", threads=options.threads)
     # On a busy machine the CPU time of a run on one thread is what it would take on a quiet one.
     clock = time.thread_time if options.threads == 1 else time.perf_counter
+    shapes = [
+        [length] * texts
+        for texts in options.texts_grid
+        for length in options.length_grid
+        if texts == 1 or texts * length <= options.max_batch_tokens
+    ]
+    mixed = [max(options.length_grid), *[max(options.length_grid) // 12] * 7]
     draw, taken = np.random.default_rng(0), defaultdict(list)
-    shapes = [(n, length) for n in options.texts_grid for length in options.length_grid]
     # All shapes in turn, again and again: a burst of noise then spoils one run of each, not all runs of one.
     for _ in range(options.runs):
-        for texts, length in shapes:
-            if texts > 1 and texts * length > options.max_batch_tokens:
-                continue
-            ids = draw.integers(1000, 20_000, (texts, length), dtype=np.int64)
-            probes = [Probe(row, np.zeros(length, dtype=np.int64)) for row in ids]
+        for lengths in (*shapes, mixed):
+            ids = [draw.integers(1000, 20_000, length, dtype=np.int64) for length in lengths]
+            probes = [Probe(row, np.zeros_like(row)) for row in ids]
             for segment in range(1, len(bundle.manifest.architecture.exits) + 1):
                 began = clock()
                 output = runner.run(segment, probes)
-                taken[segment, texts, texts * length].append(clock() - began)
-                probes = [
-                    Probe(one.ids, one.type_ids, state) for one, state in zip(probes, output.states, strict=False)
-                ]
-    found = [Measurement(*cell, min(seconds)) for cell, seconds in taken.items()]
-    table = LatencyTable.from_measurements(found)
+                taken[segment, tuple(lengths)].append(clock() - began)
+                onward = zip(probes, output.states, strict=False)  # the last segment has no states
+                probes = [Probe(one.ids, one.type_ids, state) for one, state in onward]
+    quickest = {key: min(seconds) for key, seconds in taken.items()}
+    of_mixed = [seconds for (_, lengths), seconds in quickest.items() if lengths == tuple(mixed)]
+    table = LatencyTable.from_measurements(
+        Measurement(segment, len(lengths), sum(lengths), seconds)
+        for (segment, lengths), seconds in quickest.items()
+        if lengths != tuple(mixed)
+    ).with_padding(mixed, of_mixed)
     options.output.write_text(json.dumps(table.document()) + "\n", encoding="utf-8")
+    print(f"an empty place beside a longer text counts as {table.padding:.2f} tokens\n")
     rows = table.rows()
     line(*rows[0])
     line(*["---"] * len(rows[0]))
