@@ -61,7 +61,7 @@ def scheduler(options: argparse.Namespace, latency: LatencyTable, order: str) ->
         max_batch_tokens=options.max_batch_tokens,
         max_batch_texts=options.max_batch_texts,
         order=ORDERS[order],
-        latency=latency,
+        latency=replace(latency, padding=0.0) if options.mix_lengths else latency,
         workers=1 if options.no_share else options.workers,
         max_wait_seconds=options.max_wait_ms / 1000,
     )
@@ -257,6 +257,7 @@ def parser() -> argparse.ArgumentParser:
     one.add_argument("--max-batch-texts", type=int, default=16)
     one.add_argument("--max-wait-ms", type=float, default=1000.0, help="bound on starvation")
     one.add_argument("--no-share", action="store_true", help="a free worker takes all that fits, whoever else is free")
+    one.add_argument("--mix-lengths", action="store_true", help="company by age alone, whatever its lengths cost")
     one.add_argument("--front-ms", type=float, default=0.0, help="of the one event loop for each text")
     one.add_argument("--max-queue", type=int, help="refuse while so many texts are in the house")
     one.add_argument("--deadline-ms", type=float, help="of every text; predicted-late texts are refused")

@@ -90,11 +90,6 @@ class Scheduler(Generic[W]):
         # (segment, texts, when its end is expected) of what runs; bounded, should nobody tell when runs end.
         self._running: deque[tuple[int, int, float]] = deque(maxlen=workers)
         self._looks_at_lengths = latency is not None and latency.padding > 0.0
-        self._longest_run = 0.0
-        if latency is not None:
-            self._longest_run = max(
-                latency.seconds_of(segment, max_batch_texts, max_batch_tokens) for segment in range(1, segments + 1)
-            )
 
     def add(self, items: Iterable[W], now: float) -> None:
         """Puts texts into the queue of their ``segment``; those that are done are not taken."""
@@ -210,20 +205,20 @@ class Scheduler(Generic[W]):
         return self._order([self._view(place) for place in busy]).segment - 1, None
 
     def _urgent(self, now: float, busy: Sequence[int]) -> tuple[int, int] | None:
-        if self._latency is None:
+        hurried = [place for place in busy if self._queues[place].by_deadline]
+        if self._latency is None or not hurried:
             return None
+        one_more_run = max(self._view(place).seconds for place in busy)
         found = []
-        for place in busy:
+        for place in hurried:
             queue = self._queues[place]
-            if not queue.by_deadline:
-                continue
             # Alone, as short as can be: who can't make it even so is left to its turn.
             soonest = now + self._latency.seconds_of(place + 1, 1, queue.tokens / len(queue.by_age))
             reachable = bisect_left(queue.by_deadline, soonest, key=_deadline)
             if reachable == len(queue.by_deadline):
                 continue
             deadline = _deadline(queue.by_deadline[reachable])
-            if deadline - soonest <= self._longest_run:
+            if deadline - soonest < one_more_run:
                 found.append((place > 0, deadline, place, reachable))
         return min(found)[2:] if found else None
 

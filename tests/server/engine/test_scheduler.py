@@ -47,8 +47,12 @@ def _scheduler(tokens: int = 64, texts: int = 8) -> Scheduler[Item]:
 
 def _table(*seconds: float) -> LatencyTable:
     """Each segment takes its ``seconds``, whatever runs."""
-    measured = [(segment, texts, one) for segment, one in enumerate(seconds, start=1) for texts in (1, 8)]
-    return LatencyTable.from_measurements(Measurement(segment, texts, 8, one) for segment, texts, one in measured)
+    return LatencyTable.from_measurements(
+        Measurement(segment, texts, tokens, one)
+        for segment, one in enumerate(seconds, start=1)
+        for texts in (1, 8)
+        for tokens in (8, 512)
+    )
 
 
 def _filled(lengths: list[int], **more: Any) -> Scheduler[Item]:
@@ -227,14 +231,15 @@ def test_whoever_has_waited_too_long_goes_next_whatever_the_order_says() -> None
 
 def test_a_text_that_would_miss_its_deadline_goes_first() -> None:
     scheduler = _two_queues(deepest, _table(1.0, 1.0, 1.0))
-    scheduler.add([_item(3, deadline=2.5)], 0.0)
+    scheduler.add([_item(3, deadline=1.9)], 0.0)
     assert _first(scheduler, 0.0).items[0].arrival == 3
 
 
-def test_a_deadline_far_away_changes_nothing() -> None:
+def test_a_deadline_that_leaves_time_for_one_more_run_changes_nothing() -> None:
     scheduler = _two_queues(deepest, _table(1.0, 1.0, 1.0))
-    scheduler.add([_item(3, deadline=100.0)], 0.0)
+    scheduler.add([_item(3, deadline=2.1)], 0.0)
     assert _first(scheduler, 0.0).segment == 2
+    assert next(iter(_first(scheduler, 1.0).items)).arrival == 3
 
 
 def test_of_two_in_a_hurry_the_one_without_an_answer_goes_first() -> None:
