@@ -61,8 +61,8 @@ def scheduler(options: argparse.Namespace, latency: LatencyTable, order: str) ->
         max_batch_tokens=options.max_batch_tokens,
         max_batch_texts=options.max_batch_texts,
         order=ORDERS[order],
-        latency=latency,
-        workers=options.workers,
+        latency=replace(latency, padding=0.0) if options.mix_lengths else latency,
+        workers=1 if options.no_share else options.workers,
         max_wait_seconds=options.max_wait_ms / 1000,
     )
 
@@ -168,25 +168,34 @@ def measure(options: argparse.Namespace) -> None:
     runner = Runner(bundle, precision=precision, device="cpu", threads=options.threads)
     # On a busy machine the CPU time of a run on one thread is what it would take on a quiet one.
     clock = time.thread_time if options.threads == 1 else time.perf_counter
+    shapes = [
+        [length] * texts
+        for texts in options.texts_grid
+        for length in options.length_grid
+        if texts == 1 or texts * length <= options.max_batch_tokens
+    ]
+    mixed = [max(options.length_grid), *[max(options.length_grid) // 12] * 7]
     draw, taken = np.random.default_rng(0), defaultdict(list)
-    shapes = [(n, length) for n in options.texts_grid for length in options.length_grid]
     # All shapes in turn, again and again: a burst of noise then spoils one run of each, not all runs of one.
     for _ in range(options.runs):
-        for texts, length in shapes:
-            if texts > 1 and texts * length > options.max_batch_tokens:
-                continue
-            ids = draw.integers(1000, 20_000, (texts, length), dtype=np.int64)
-            probes = [Probe(row, np.zeros(length, dtype=np.int64)) for row in ids]
+        for lengths in (*shapes, mixed):
+            ids = [draw.integers(1000, 20_000, length, dtype=np.int64) for length in lengths]
+            probes = [Probe(row, np.zeros_like(row)) for row in ids]
             for segment in range(1, len(bundle.manifest.architecture.exits) + 1):
                 began = clock()
                 output = runner.run(segment, probes)
-                taken[segment, texts, texts * length].append(clock() - began)
-                probes = [
-                    Probe(one.ids, one.type_ids, state) for one, state in zip(probes, output.states, strict=False)
-                ]
-    found = [Measurement(*cell, min(seconds)) for cell, seconds in taken.items()]
-    table = LatencyTable.from_measurements(found)
+                taken[segment, tuple(lengths)].append(clock() - began)
+                onward = zip(probes, output.states, strict=False)  # the last segment has no states
+                probes = [Probe(one.ids, one.type_ids, state) for one, state in onward]
+    quickest = {key: min(seconds) for key, seconds in taken.items()}
+    of_mixed = [seconds for (_, lengths), seconds in quickest.items() if lengths == tuple(mixed)]
+    table = LatencyTable.from_measurements(
+        Measurement(segment, len(lengths), sum(lengths), seconds)
+        for (segment, lengths), seconds in quickest.items()
+        if lengths != tuple(mixed)
+    ).with_padding(mixed, of_mixed)
     options.output.write_text(json.dumps(table.document()) + "\n", encoding="utf-8")
+    print(f"an empty place beside a longer text counts as {table.padding:.2f} tokens\n")
     rows = table.rows()
     line(*rows[0])
     line(*["---"] * len(rows[0]))
@@ -247,6 +256,8 @@ def parser() -> argparse.ArgumentParser:
     one.add_argument("--max-batch-tokens", type=int, default=256)
     one.add_argument("--max-batch-texts", type=int, default=16)
     one.add_argument("--max-wait-ms", type=float, default=1000.0, help="bound on starvation")
+    one.add_argument("--no-share", action="store_true", help="a free worker takes all that fits, whoever else is free")
+    one.add_argument("--mix-lengths", action="store_true", help="company by age alone, whatever its lengths cost")
     one.add_argument("--front-ms", type=float, default=0.0, help="of the one event loop for each text")
     one.add_argument("--max-queue", type=int, help="refuse while so many texts are in the house")
     one.add_argument("--deadline-ms", type=float, help="of every text; predicted-late texts are refused")

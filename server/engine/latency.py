@@ -6,7 +6,7 @@ Pure data: whoever measures hands the measurements in; scheduling, deadlines, ad
 import statistics
 from bisect import bisect_left, bisect_right
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -29,6 +29,9 @@ class Measurement:
 class LatencyTable:
     """``seconds [E, B, T]`` of a run of each segment on ``texts [B]`` texts that have ``tokens [T]`` tokens in all.
 
+    The texts are of equal length. For attention a graph gathers the texts of a run into rows as long as the longest
+    (docs/decisions/0003), so texts of different lengths take longer: each empty place there counts as ``padding``
+    tokens.
     Both axes increase strictly, and seconds never fall along them: more work is never predicted to take less time,
     whatever the noise of a measurement. Raises :class:`ValueError` where that does not hold.
     """
@@ -36,6 +39,7 @@ class LatencyTable:
     texts: NDArray[np.int64]
     tokens: NDArray[np.int64]
     seconds: NDArray[np.float64]
+    padding: float = 0.0
     # The same numbers as Python's own: looking one up takes a microsecond, an array's element many times that.
     _texts: tuple[int, ...] = field(init=False, repr=False)
     _tokens: tuple[int, ...] = field(init=False, repr=False)
@@ -50,6 +54,8 @@ class LatencyTable:
         for name, axis in (("texts", self.texts), ("tokens", self.tokens)):
             if axis[0] < 1 or (np.diff(axis) <= 0).any():
                 raise ValueError(f"{name} must increase from at least 1, not {axis.tolist()}")
+        if not 0.0 <= self.padding <= 1.0:
+            raise ValueError(f"padding must lie between 0 and 1, not {self.padding}")
         if not (np.isfinite(self.seconds).all() and (self.seconds > 0).all()):
             raise ValueError("seconds must be finite and greater than 0")
         if (np.diff(self.seconds, axis=1) < 0).any() or (np.diff(self.seconds, axis=2) < 0).any():
@@ -123,13 +129,25 @@ class LatencyTable:
                 np.array(document["texts"], dtype=np.int64),
                 np.array(document["tokens"], dtype=np.int64),
                 np.array(document["seconds"], dtype=np.float64),
+                float(document.get("padding", 0.0)),
             )
         except (KeyError, TypeError) as error:
             raise ValueError(f"not a latency table: {error}") from None
 
     def document(self) -> dict[str, Any]:
         """As plain lists, for JSON."""
-        return {"texts": self.texts.tolist(), "tokens": self.tokens.tolist(), "seconds": self.seconds.tolist()}
+        axes = {"texts": self.texts.tolist(), "tokens": self.tokens.tolist()}
+        return {**axes, "padding": self.padding, "seconds": self.seconds.tolist()}
+
+    def with_padding(self, lengths: Sequence[int], seconds: Sequence[float]) -> "LatencyTable":
+        """This table with the ``padding`` that explains why each segment ``[E]`` took ``seconds`` on texts of these
+        unequal ``lengths``."""
+        tokens, empty = sum(lengths), len(lengths) * max(lengths) - sum(lengths)
+        segments = range(1, self.segments + 1)
+        equal = sum(self.seconds_of(segment, len(lengths), tokens) for segment in segments)
+        padded = sum(self.seconds_of(segment, len(lengths), tokens + empty) for segment in segments)
+        share = (sum(seconds) - equal) / (padded - equal) if padded > equal else 0.0
+        return replace(self, padding=min(1.0, max(0.0, share)))
 
     @property
     def segments(self) -> int:
@@ -138,10 +156,13 @@ class LatencyTable:
 
     def estimate(self, segment: int, lengths: Sequence[int]) -> float:
         """Seconds of one run of ``segment`` (1 = first) on texts of these ``lengths``, in tokens."""
-        return self.seconds_of(segment, len(lengths), sum(lengths))
+        texts, tokens = len(lengths), sum(lengths)
+        if self.padding and texts > 1:
+            return self.seconds_of(segment, texts, tokens + self.padding * (texts * max(lengths) - tokens))
+        return self.seconds_of(segment, texts, tokens)
 
     def seconds_of(self, segment: int, texts: float, tokens: float) -> float:
-        """Seconds of one run of ``segment`` (1 = first) on ``texts`` texts with ``tokens`` tokens in all.
+        """Seconds of one run of ``segment`` (1 = first) on ``texts`` texts of equal length, ``tokens`` tokens in all.
 
         Bilinear between measured cells. Less than the smallest takes as long as it does; beyond the largest each text
         and each token adds what one of the last interval's adds on average (in proportion to the tokens where only one

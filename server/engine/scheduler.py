@@ -44,6 +44,8 @@ W = TypeVar("W", bound=Waiting)
 # Attention gathers a micro-batch to [texts, longest] (docs/decisions/0003): a text of 400 tokens among 31 of 3 would
 # take 25 times the memory and attention of its tokens. So slots are bounded too, by this many for each token allowed.
 SLOTS_PER_TOKEN = 4
+# Of a longer queue only so many of the oldest are looked at for company of like length.
+WINDOW = 64
 
 _arrival: Callable[[Any], int] = attrgetter("arrival")
 _deadline: Callable[[Any], float] = attrgetter("deadline")
@@ -52,9 +54,10 @@ _deadline: Callable[[Any], float] = attrgetter("deadline")
 class Scheduler(Generic[W]):
     """Queues of waiting texts by segment; a free worker takes a micro-batch at once and never waits for more to come.
 
-    A micro-batch is the oldest texts of one segment, whoever they came with before, as long as they have at most
-    ``max_batch_tokens`` tokens in all and are at most ``max_batch_texts``; a text longer than that runs alone. Which
-    segment is ``order``'s choice, with two exceptions:
+    A micro-batch is the oldest text of a segment and others that wait there, whoever they came with before: at most
+    ``max_batch_texts`` with at most ``max_batch_tokens`` tokens in all; a text longer than that runs alone. Company is
+    the next in age; where ``latency`` says that different lengths cost time, it is those of like length, and only
+    while that takes less than a run of their own. Which segment is ``order``'s choice, with two exceptions:
 
     - No starvation: where the oldest text of a queue has waited in it for more than ``max_wait_seconds``, the oldest
       of such goes next. The oldest text of all is always the first of its queue, so it moves on within that bound.
@@ -89,11 +92,7 @@ class Scheduler(Generic[W]):
         self._waiting = 0
         # (segment, texts, when its end is expected) of what runs; bounded, should nobody tell when runs end.
         self._running: deque[tuple[int, int, float]] = deque(maxlen=workers)
-        self._longest_run = 0.0
-        if latency is not None:
-            self._longest_run = max(
-                latency.seconds_of(segment, max_batch_texts, max_batch_tokens) for segment in range(1, segments + 1)
-            )
+        self._looks_at_lengths = latency is not None and latency.padding > 0.0
 
     def add(self, items: Iterable[W], now: float) -> None:
         """Puts texts into the queue of their ``segment``; those that are done are not taken."""
@@ -125,10 +124,11 @@ class Scheduler(Generic[W]):
         if not busy:
             return None
         place, first = self._next(now, busy)
-        items, tokens = self._take(self._queues[place], place + 1, first, now)
+        items = self._take(self._queues[place], place + 1, first, now)
         for item in items:
             self.remove(item)
-        self._running.append((place + 1, len(items), now + self._seconds(place + 1, len(items), tokens)))
+        seconds = self._estimate(place + 1, [item.tokens for item in items])
+        self._running.append((place + 1, len(items), now + seconds))
         return Picked(place + 1, items)
 
     def ran(self, segment: int, texts: int, left: int) -> None:
@@ -208,20 +208,20 @@ class Scheduler(Generic[W]):
         return self._order([self._view(place) for place in busy]).segment - 1, None
 
     def _urgent(self, now: float, busy: Sequence[int]) -> tuple[int, int] | None:
-        if self._latency is None:
+        hurried = [place for place in busy if self._queues[place].by_deadline]
+        if self._latency is None or not hurried:
             return None
+        one_more_run = max(self._view(place).seconds for place in busy)
         found = []
-        for place in busy:
+        for place in hurried:
             queue = self._queues[place]
-            if not queue.by_deadline:
-                continue
             # Alone, as short as can be: who can't make it even so is left to its turn.
             soonest = now + self._latency.seconds_of(place + 1, 1, queue.tokens / len(queue.by_age))
             reachable = bisect_left(queue.by_deadline, soonest, key=_deadline)
             if reachable == len(queue.by_deadline):
                 continue
             deadline = _deadline(queue.by_deadline[reachable])
-            if deadline - soonest <= self._longest_run:
+            if deadline - soonest < one_more_run:
                 found.append((place > 0, deadline, place, reachable))
         return min(found)[2:] if found else None
 
@@ -249,33 +249,48 @@ class Scheduler(Generic[W]):
         # Without a table every segment counts alike, in proportion to its texts.
         return float(texts) if self._latency is None else self._latency.seconds_of(segment, texts, tokens)
 
-    def _take(self, queue: "_Queue[W]", segment: int, first: int | None, now: float) -> tuple[list[W], int]:
-        """The texts of the next micro-batch, and their tokens."""
+    def _estimate(self, segment: int, lengths: Sequence[int]) -> float:
+        return float(len(lengths)) if self._latency is None else self._latency.estimate(segment, lengths)
+
+    def _take(self, queue: "_Queue[W]", segment: int, first: int | None, now: float) -> list[W]:
+        """The texts of the next micro-batch."""
         texts = self._share(len(queue.by_age))
+        until = None if first is None else _deadline(queue.by_deadline[first])
         items: list[W] = []
-        tokens = longest = 0
-        until = None
-        source: Sequence[W] = queue.by_age
-        if first is not None:
-            until = _deadline(queue.by_deadline[first])
-            source = [*queue.by_deadline[first : first + texts], *queue.by_age[:texts]]
-        for item in source:
+        lengths: list[int] = []
+        tokens, seconds = 0, 0.0
+        for item in self._company(queue, first):
             if len(items) == texts:
                 break
             if item.done or (first is not None and item in items):
                 continue
-            longest = max(longest, item.tokens)
+            slots = (len(items) + 1) * max(item.tokens, *lengths, 0)
             if items and (
-                tokens + item.tokens > self._max_batch_tokens
-                or (len(items) + 1) * longest > SLOTS_PER_TOKEN * self._max_batch_tokens
+                tokens + item.tokens > self._max_batch_tokens or slots > SLOTS_PER_TOKEN * self._max_batch_tokens
             ):
                 break
-            # Company must not make the one late that goes first because it would be.
-            if items and until and until < now + self._seconds(segment, len(items) + 1, tokens + item.tokens):
-                break
+            if self._looks_at_lengths or until is not None:
+                together = self._estimate(segment, [*lengths, item.tokens])
+                # Company must not make the one late that goes first because it would be.
+                if items and until is not None and now + together > until:
+                    break
+                # Nor is it worth while where another run of its own would take less.
+                if items and together > seconds + self._estimate(segment, [item.tokens]):
+                    continue
+                seconds = together
             items.append(item)
+            lengths.append(item.tokens)
             tokens += item.tokens
-        return items, tokens
+        return items
+
+    def _company(self, queue: "_Queue[W]", first: int | None) -> Sequence[W]:
+        """Who may go in the next micro-batch, the one that must first."""
+        if first is not None:
+            return [*queue.by_deadline[first : first + WINDOW], *queue.by_age[:WINDOW]]
+        if not self._looks_at_lengths or len(queue.by_age) < 3:
+            return queue.by_age
+        leader, *others = queue.by_age[:WINDOW]
+        return [leader, *sorted(others, key=lambda item: abs(item.tokens - leader.tokens))]
 
     # Predictions.
 

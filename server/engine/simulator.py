@@ -130,6 +130,8 @@ def simulate(
     """
     if arrivals.clients is not None and (service.deadline_seconds is not None or service.max_queue is not None):
         raise ValueError("closed loop knows neither deadlines nor refusals")
+    if arrivals.times is not None and len(arrivals.times) != texts:
+        raise ValueError(f"{len(arrivals.times)} times for {texts} texts")
     draw = np.random.default_rng(seed)
     chosen = draw.integers(len(profile.tokens), size=texts)
     tokens, exits = profile.tokens[chosen].tolist(), profile.exits[chosen].tolist()

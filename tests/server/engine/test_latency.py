@@ -88,11 +88,25 @@ def test_more_work_never_takes_less_time_however_noisy_the_measurements(
     assert before <= table.estimate(1, [lengths[0] + more, *lengths[1:]]) * (1 + 1e-9)
 
 
-def test_it_survives_a_trip_through_json() -> None:
+def test_texts_of_different_lengths_cost_the_empty_places_beside_them() -> None:
     table = _table()
+    mixed = [40, 10, 10]  # 60 tokens, 60 empty places
+    seconds = [segment * _linear(3, 60 + 0.25 * 60) for segment in (1, 2)]
+    padded = table.with_padding(mixed, seconds)
+    assert padded.padding == pytest.approx(0.25)
+    for segment in (1, 2):
+        assert padded.estimate(segment, mixed) == pytest.approx(seconds[segment - 1])
+        assert padded.estimate(segment, [20] * 3) == pytest.approx(table.estimate(segment, [20] * 3))
+    assert table.with_padding(mixed, [0.0, 0.0]).padding == 0.0
+    assert table.with_padding(mixed, [9.0, 9.0]).padding == 1.0
+
+
+def test_it_survives_a_trip_through_json() -> None:
+    table = _table().with_padding([40, 10, 10], [_linear(3, 70), 2 * _linear(3, 70)])
     again = LatencyTable.from_document(json.loads(json.dumps(table.document())))
     assert np.array_equal(again.seconds, table.seconds)
     assert again.estimate(2, [10, 20]) == table.estimate(2, [10, 20])
+    assert again.padding == table.padding > 0
 
 
 def test_it_prints_milliseconds_of_the_cells_that_can_be() -> None:

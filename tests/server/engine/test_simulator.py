@@ -157,6 +157,8 @@ def test_it_refuses_what_makes_no_sense() -> None:
         _run(_table(1.0), _profile(1), Arrivals(clients=2), texts=3, service=Service(1, deadline_seconds=1.0))
     with pytest.raises(ValueError, match="2 exits, the latency table 1"):
         _run(_table(1.0), _profile(2), Arrivals(clients=2), texts=3)
+    with pytest.raises(ValueError, match="1 times for 3 texts"):
+        _run(_table(1.0), _profile(1), Arrivals(times=[0.0]), texts=3)
     with pytest.raises(ValueError, match=r"there are those for 0\.9"):
         Profile.from_document({"tokens": [1], "exits": {"0.9": [1]}}, "0.5")
     with pytest.raises(ValueError, match="not a profile"):
