@@ -243,11 +243,11 @@ def _block(served: Served, segment: int = 1) -> _Release:
     engine = served.catalog.default.engine
     run = engine._runner.run
 
-    def waiting_run(number: int, items: Any) -> Any:
+    def waiting_run(number: int, items: Any, **options: Any) -> Any:
         if number == segment:
             release.entered.set()
             release.wait(30)
-        return run(number, items)
+        return run(number, items, **options)
 
     engine._runner.run = waiting_run  # type: ignore[method-assign]
     return release

@@ -118,15 +118,14 @@ def test_memory_does_not_grow_with_the_shapes_that_packs_have(bundle: Bundle) ->
 
     runner = Runner(bundle, precision=bundle.manifest.default_precision, device="cpu", threads=1)
     random = np.random.default_rng(5)
-    budget = 256
+    budget = 512
 
     def run(lengths: list[int]) -> None:
         items = [Work(bundle, "a") for _ in lengths]
         for item, length in zip(items, lengths, strict=True):
             item.ids = random.integers(1000, 20000, length)
             item.type_ids = np.zeros(length, np.int64)
-        # The first two segments hold every kind of shape that there is, at a tenth of the whole model's time.
-        for segment in (1, 2):
+        for segment in range(1, len(bundle.manifest.architecture.exits) + 1):
             output = runner.run(segment, items)
             for item, state in zip(items, output.carry(range(len(items))), strict=True):
                 item.state = state
@@ -134,16 +133,14 @@ def test_memory_does_not_grow_with_the_shapes_that_packs_have(bundle: Bundle) ->
     def random_lengths() -> list[int]:
         lengths: list[int] = []
         room, texts = budget, random.integers(1, 17)
-        while len(lengths) < texts and room >= 3:
-            lengths.append(int(random.integers(3, max(4, min(room, 96)) + 1)))
+        while room >= 3 and len(lengths) < texts:
+            lengths.append(int(np.clip(random.lognormal(3, 1), 3, room)))
             room -= lengths[-1]
         return lengths
 
-    run([32] * 8)
     run([budget])
-    for _ in range(20):
-        run(random_lengths())
     warm = resident()
-    for _ in range(280):
+    for _ in range(60):
         run(random_lengths())
-    assert resident() - warm < 40
+    # Measured: -2; with ONNX Runtime's arena 169, and still growing.
+    assert resident() - warm < 80
