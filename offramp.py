@@ -136,7 +136,8 @@ def _serve(**flags: Any) -> None:
 
 
 def _with_options_of(settings: "type[BaseSettings]", command: Callable[..., None]) -> Callable[..., None]:
-    """``command`` with one option for each field of ``settings``; ``bundles`` becomes the arguments.
+    """``command`` with one option for each field of ``settings``; ``bundles`` becomes the arguments, and fields of
+    several values become options that can be repeated.
 
     Values are handed on as text: ``settings`` is what checks them.
     """
@@ -152,6 +153,8 @@ def _with_options_of(settings: "type[BaseSettings]", command: Callable[..., None
         info: Any = typer.Option(help=text, show_default=False, metavar=_metavar(field.annotation))
         if name == "bundles":
             kind, info = list[str] | None, typer.Argument(help=text, show_default=False, metavar="BUNDLE")
+        elif get_origin(field.annotation) is tuple:
+            kind = list[str] | None
         elif field.annotation is bool:
             kind, info = bool | None, typer.Option(help=text, show_default=False)
         parameters.append(

@@ -49,6 +49,10 @@ class TextEncoder:
     def from_file(cls, path: Path, max_length: int) -> "TextEncoder":
         return cls(Tokenizer.from_file(str(path)), max_length)
 
+    def limited_to(self, max_length: int) -> "TextEncoder":
+        """The same encoder, which cuts to ``max_length`` tokens where that is less."""
+        return TextEncoder(self._tokenizer, min(max_length, self.max_length))
+
     @property
     def largest_id(self) -> int:
         """The largest id that a text, or a pair of texts, can be encoded to, special tokens included."""

@@ -8,26 +8,32 @@ import socket
 import sys
 import threading
 from collections.abc import AsyncIterator, Sequence
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, nullcontext
 from importlib import metadata
 from types import FrameType
 from typing import Any
 
 import uvicorn
 from fastapi import FastAPI
-from fastapi.openapi.utils import get_openapi
-from pydantic.json_schema import models_json_schema
+from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
+from starlette.middleware.cors import CORSMiddleware
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.routing import Route
 
 from models.bundle import Bundle, BundleError
 from server.api.errors import ApiError, on_api_error, on_http_error
-from server.api.routes import build_router
-from server.api.schemas import ClassifyRequest
+from server.api.front import EXITS_HEADER, WISHES_HEADER
+from server.api.keys import RequireKey, load_keys
+from server.api.openapi import document_of
+from server.api.routes import REQUESTS, build_router, metrics_page
 from server.catalog import load_catalog
 from server.config import Settings, StartError, unknown_variables
+from server.logs import configure_logging
 from server.metrics import Metrics
 from server.middleware import Observe
-from server.protocol import BoundedHttp
+from server.protocol import bounded_http
 
 logger = logging.getLogger("offramp")
 
@@ -50,8 +56,10 @@ def create_app(settings: Settings, bundles: Sequence[Bundle]) -> FastAPI:
 
     ``app.state.catalog`` and ``app.state.metrics`` are its models and metrics. Raises :class:`StartError`.
     """
+    keys = load_keys(settings)
     metrics = Metrics()
     catalog = load_catalog(settings, bundles, metrics)
+    metrics.ready.set_function(lambda: float(catalog.alive and not catalog.draining))
 
     @asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
@@ -72,12 +80,23 @@ def create_app(settings: Settings, bundles: Sequence[Bundle]) -> FastAPI:
     app.state.catalog = catalog
     app.state.metrics = metrics
     app.include_router(build_router(settings, catalog, metrics, version))
+    # The last one added sees a request first: preflights carry no key, and refusals are counted like answers.
+    if keys:
+        app.add_middleware(RequireKey, digests=keys)
+    if settings.cors_allow_origin:
+        app.add_middleware(
+            CORSMiddleware,
+            allow_origins=settings.cors_allow_origin,
+            allow_methods=["GET", "POST"],
+            allow_headers=["Authorization", "Content-Type", "X-Request-ID", WISHES_HEADER],
+            expose_headers=["X-Request-ID", "Server-Timing", "Retry-After", EXITS_HEADER],
+        )
     app.add_middleware(Observe, metrics=metrics, catalog=catalog, access_log=settings.access_log)
     document: dict[str, Any] = {}
 
     def openapi() -> dict[str, Any]:
         if not document:
-            document.update(_openapi(app))
+            document.update(document_of(app, REQUESTS, keys=bool(keys)))
         return document
 
     app.openapi = openapi  # type: ignore[method-assign]
@@ -86,19 +105,20 @@ def create_app(settings: Settings, bundles: Sequence[Bundle]) -> FastAPI:
 
 def run(settings: Settings) -> int:
     """Serves until SIGTERM or SIGINT, and returns the exit status: 0 after a drain, 1 (and one line) on a bad start."""
-    configure_logging(settings.log_level)
+    configure_logging(settings.log_level, settings.log_format)
     for name in unknown_variables(dict(os.environ)):
         logger.warning("%s is not a setting of this server", name)
     try:
         app = create_app(settings, load_bundles(settings))
         listener = _listen(settings.host, settings.port)
+        monitor = None if settings.metrics_port is None else _listen(settings.host, settings.metrics_port)
     except StartError as error:
         print(f"offramp: {error}", file=sys.stderr)
         return 1
     config = uvicorn.Config(
         app,
         log_config=None,
-        http=BoundedHttp,
+        http=bounded_http(settings.request_timeout_seconds),
         ws="none",
         access_log=False,
         server_header=False,
@@ -106,10 +126,16 @@ def run(settings: Settings) -> int:
         timeout_graceful_shutdown=int(settings.drain_seconds),
     )
     with asyncio.Runner(loop_factory=config.get_loop_factory()) as runner:
-        return runner.run(_serve(uvicorn.Server(config), app, listener, settings))
+        return runner.run(_serve(uvicorn.Server(config), app, listener, monitor, settings))
 
 
-async def _serve(server: uvicorn.Server, app: FastAPI, listener: socket.socket, settings: Settings) -> int:
+async def _serve(
+    server: uvicorn.Server,
+    app: FastAPI,
+    listener: socket.socket,
+    monitor: socket.socket | None,
+    settings: Settings,
+) -> int:
     loop = asyncio.get_running_loop()
 
     def stop() -> None:
@@ -130,15 +156,48 @@ async def _serve(server: uvicorn.Server, app: FastAPI, listener: socket.socket, 
         # Uvicorn does the same a little later; from the line below on, people and tests count on it.
         for sig in (signal.SIGTERM, signal.SIGINT):
             signal.signal(sig, on_signal)
-    host, port = listener.getsockname()[:2]
-    logger.info("listening on http://%s:%d", f"[{host}]" if ":" in host else host, port)
-    await server.serve(sockets=[listener])
+    logger.info("listening on %s", _url(listener))
+    async with _metrics_served(app.state.metrics, monitor):
+        await server.serve(sockets=[listener])
     if server.force_exit:
         # Uvicorn leaves it at that; requests still get their 503, and the engine its orderly end.
         for task in list(server.server_state.tasks):
             task.cancel()
         await server.lifespan.shutdown()
     return 0 if server.started else 1
+
+
+@asynccontextmanager
+async def _metrics_served(metrics: Metrics, monitor: socket.socket | None) -> AsyncIterator[None]:
+    """Serves ``/metrics`` on ``monitor`` meanwhile, where there is one."""
+    if monitor is None:
+        yield
+        return
+
+    async def get_metrics(request: Request) -> Response:
+        return metrics_page(request, metrics)
+
+    app = Starlette(
+        routes=[Route("/metrics", get_metrics)],
+        exception_handlers={HTTPException: on_http_error},
+    )
+    server = uvicorn.Server(
+        uvicorn.Config(app, log_config=None, ws="none", access_log=False, server_header=False, lifespan="off")
+    )
+    # Signals are for the server of requests; this one ends after it, so that the drain can be watched.
+    server.capture_signals = nullcontext  # type: ignore[assignment,method-assign]
+    logger.info("metrics on %s/metrics", _url(monitor))
+    serving = asyncio.ensure_future(server.serve(sockets=[monitor]))
+    try:
+        yield
+    finally:
+        server.should_exit = server.force_exit = True
+        await serving
+
+
+def _url(listener: socket.socket) -> str:
+    host, port = listener.getsockname()[:2]
+    return f"http://{f'[{host}]' if ':' in host else host}:{port}"
 
 
 def _listen(host: str, port: int) -> socket.socket:
@@ -149,23 +208,6 @@ def _listen(host: str, port: int) -> socket.socket:
         # The text of create_server's own error repeats the address.
         why = os.strerror(error.errno) if error.errno and error.errno > 0 else error.strerror or error
         raise StartError(f"cannot listen on {host}:{port}: {why}") from None
-
-
-def configure_logging(level: str) -> None:
-    """Log lines to standard error. Nothing that logs here is ever given a text."""
-    logging.basicConfig(
-        level=level.upper(), stream=sys.stderr, format="%(asctime)s %(levelname)s %(name)s: %(message)s", force=True
-    )
-    logging.getLogger("uvicorn").setLevel(logging.WARNING)
-    logging.getLogger("asyncio").setLevel(logging.WARNING)
-
-
-def _openapi(app: FastAPI) -> dict[str, Any]:
-    """FastAPI's document, and the request's schema: the route reads its body itself, in one validation pass."""
-    document = get_openapi(title=app.title, version=app.version, description=app.description, routes=app.routes)
-    _, definitions = models_json_schema([(ClassifyRequest, "validation")], ref_template="#/components/schemas/{model}")
-    document["components"]["schemas"].update(definitions["$defs"])
-    return document
 
 
 def _version() -> str:

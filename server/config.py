@@ -8,7 +8,7 @@ import os
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self
 
-from pydantic import Field, ValidationError, field_validator, model_validator
+from pydantic import Field, SecretStr, ValidationError, field_validator, model_validator
 from pydantic_settings import BaseSettings, NoDecode, SettingsConfigDict
 
 from models.bundle import SHIPPED_BUNDLE, Precision
@@ -45,14 +45,37 @@ class Settings(BaseSettings):
         default=None, ge=1, le=1024, description="threads that run segments; none fits them to the CPU allowance"
     )
     threads: int | None = Field(
-        default=None, ge=1, le=1024, description="CPU threads inside one run; none fits them to the CPU allowance"
+        default=None,
+        ge=1,
+        le=1024,
+        description="CPU threads inside one run while others run; none fits them to the CPU allowance",
+    )
+    lone_threads: int | None = Field(
+        default=None,
+        ge=1,
+        le=1024,
+        description="CPU threads inside a run that has the machine to itself (where that is more than threads, a "
+        "second set of sessions); none measures what helps, up to 8",
+    )
+    measure_seconds: float = Field(
+        default=1.0,
+        ge=0,
+        le=600,
+        allow_inf_nan=False,
+        description="about how long the start may measure how long runs take, per model; from it deadlines that cannot "
+        "be met are known. 0 measures nothing",
     )
     max_batch_tokens: int | None = Field(
         default=None,
         ge=1,
         le=1_048_576,
-        description="tokens of one micro-batch, padding included (a longer single text runs alone); "
+        description="tokens of one micro-batch (a longer single text runs alone); "
         "none means 512 on the CPU and 8192 on CUDA",
+    )
+    order: Literal["oldest", "deepest", "gittins", "fullest"] = Field(
+        default="oldest",
+        description="which texts a free worker takes first: the oldest, those furthest on, where most answers a second "
+        "are expected, or the largest micro-batch; none lets a text starve",
     )
     max_batch_texts: int = Field(default=32, ge=1, le=4096, description="texts of one micro-batch")
 
@@ -101,11 +124,65 @@ class Settings(BaseSettings):
         description="most seconds to finish accepted work once connections are no longer accepted",
     )
 
+    api_key: Annotated[tuple[SecretStr, ...], NoDecode] = Field(
+        default=(),
+        description="key that requests must carry as `Authorization: Bearer <key>`; the flag can be repeated, in the "
+        "environment keys are separated by commas; none (and no api_key_file) means that no key is asked for. A flag "
+        "shows in the machine's process list, the variable and the file do not",
+    )
+    api_key_file: Path | None = Field(
+        default=None, description="file with further keys, one a line; empty lines and lines that begin with # are none"
+    )
+    metrics_port: int | None = Field(
+        default=None,
+        ge=0,
+        le=65535,
+        description="TCP port of its own for /metrics, which then leaves the other one; 0 takes a free one and logs it",
+    )
+    cors_allow_origin: Annotated[tuple[str, ...], NoDecode] = Field(
+        default=(),
+        description="origin (https://app.example) whose pages may call this server, or * for all; the flag can be "
+        "repeated, in the environment origins are separated by commas; none means no CORS headers",
+    )
+    max_tokens: int | None = Field(
+        default=None,
+        ge=8,
+        description="tokens of one text, special ones included; longer ones are cut, or get 413 with truncate false; "
+        "none, or more than the model takes, means what the model takes",
+    )
+    max_concurrent_requests: int = Field(
+        default=1024, ge=1, description="classification requests in work, their bodies included; beyond it 429"
+    )
+    request_timeout_seconds: float = Field(
+        default=30.0,
+        gt=0,
+        le=3600,
+        allow_inf_nan=False,
+        description="most seconds for the head of a request to arrive, and again for its body; a slower body gets 408",
+    )
+    log_format: Literal["text", "json"] = Field(
+        default="text", description="log lines for people, or one JSON object a line"
+    )
+
     @field_validator("bundles", mode="before")
     @classmethod
     def _split(cls, value: object) -> object:
         if isinstance(value, str):
             return tuple(part for part in value.split(os.pathsep) if part)
+        return value
+
+    @field_validator("api_key", "cors_allow_origin", mode="before")
+    @classmethod
+    def _split_at_commas(cls, value: object) -> object:
+        if isinstance(value, str):
+            return tuple(part.strip() for part in value.split(",") if part.strip())
+        return value
+
+    @field_validator("api_key")
+    @classmethod
+    def _sendable(cls, value: tuple[SecretStr, ...]) -> tuple[SecretStr, ...]:
+        for key in value:
+            check_key(key.get_secret_value())
         return value
 
     @model_validator(mode="after")
@@ -122,10 +199,17 @@ class Settings(BaseSettings):
         return self.bundles or (SHIPPED_BUNDLE,)
 
 
+def check_key(key: str) -> None:
+    """Raises ``ValueError`` where ``key`` cannot stand in a header: it never says the key."""
+    if not key or not key.isascii() or not key.isprintable() or " " in key:
+        raise ValueError("a key is one or more printable ASCII characters without spaces")
+
+
 def load_settings(**flags: Any) -> Settings:
     """Settings from ``flags`` (those that are not ``None``), the environment and the defaults.
 
-    Raises :class:`StartError`, naming the setting and its environment variable, where a value is not allowed.
+    Raises :class:`StartError`, naming the setting and its environment variable, where a value is not allowed; the
+    message never says a key.
     """
     given = {name: value for name, value in flags.items() if value is not None}
     try:
@@ -135,6 +219,9 @@ def load_settings(**flags: Any) -> Settings:
         if not first["loc"]:
             raise StartError(f"settings: {first['msg'].removeprefix('Value error, ')}") from None
         name = str(first["loc"][0])
+        if name == "api_key":
+            # Whatever is wrong with it, the log is no place for a key.
+            raise StartError(f"setting --api-key or OFFRAMP_API_KEY: {first['msg']}") from None
         variable = f"OFFRAMP_{name.upper()}"
         source = f"--{name.replace('_', '-')}" if name in given else variable
         hint = ""

@@ -5,7 +5,7 @@ Every app has a registry of its own, so several apps can live in one process. Se
 """
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import prometheus_client
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
@@ -21,14 +21,15 @@ SECONDS = (
 BATCH_SIZES = (1, 2, 4, 8, 16, 32, 64, 128, 256)
 CONFIDENCES = (0.5, 0.6, 0.7, 0.8, 0.85, 0.9, 0.925, 0.95, 0.97, 0.98, 0.99, 0.995, 0.999, 1.0)
 
-CLASSIFY_CODES = (200, 400, 413, 422, 429, 499, 500, 503, 504)
-REJECTIONS = ("queue_full", "deadline", "not_running")
+CLASSIFY_ROUTES = ("/classify", "/predict", "/", "/v2/models/{model}/infer")
+CLASSIFY_CODES = (200, 400, 408, 413, 422, 429, 499, 500, 503, 504)
+REJECTIONS = ("queue_full", "concurrency", "late", "deadline", "not_running")
 UNMATCHED = "unmatched"
 
 
 class Metrics:
-    """All metrics of one app. Durations are in seconds; counts of ``exits``, ``tier``, ``cancelled``, ``truncated`` and
-    ``nonfinite`` are in texts, those of ``requests`` and ``rejected`` in requests."""
+    """All metrics of one app. Durations are in seconds; counts of ``exits``, ``tier``, ``tier_exits``, ``cancelled``,
+    ``truncated`` and ``nonfinite`` are in texts, those of ``requests`` and ``rejected`` in requests."""
 
     def __init__(self) -> None:
         self.registry = CollectorRegistry()
@@ -85,6 +86,21 @@ class Metrics:
             "agrees",
         )
         self.tier = counter("tier_total", "Texts answered, by the certified tier of the answer", "model", "tier")
+        self.tier_exits = counter(
+            "tier_exits_total",
+            "Texts answered under a certified tier, by the exit they left at",
+            "model",
+            "tier",
+            "exit",
+        )
+        self.calibrated_share = gauge(
+            "calibrated_exit_share", "Share of the calibration's texts that left at an exit", "model", "tier", "exit"
+        )
+        self.flops_run = counter("flops_run_total", "Estimated FLOPs until the exits of answered texts", "model")
+        self.flops_saved = counter(
+            "flops_saved_total", "Estimated FLOPs from there to the last exit, which were not needed", "model"
+        )
+        self.ready = gauge("ready", "1 while requests are welcome, 0 while starting, draining or broken")
         self.model_info = gauge(
             "model_info", "1 for each model served", "model", "version", "precision", "device", "labels", "exits"
         )
@@ -126,11 +142,19 @@ class ModelMetrics:
         self._cancelled = metrics.cancelled.labels(model)
         self._truncated = metrics.truncated.labels(model)
         self._nonfinite = metrics.nonfinite.labels(model)
+        self._flops_run = metrics.flops_run.labels(model)
+        self._flops_saved = metrics.flops_saved.labels(model)
+        self._tier_exits = {
+            (tier, number): metrics.tier_exits.labels(model, tier_label(tier), str(number))
+            for tier in (1.0, *tiers)
+            for number in self._layers
+        }
         self._tiers = {tier: metrics.tier.labels(model, tier_label(tier)) for tier in (None, 1.0, *tiers)}
         self._rejected = {reason: metrics.rejected.labels(model, reason) for reason in REJECTIONS}
         for agrees in ("true", "false"):
             metrics.shadow.labels(model, agrees)
-        metrics.create_route("/classify", CLASSIFY_CODES, model)
+        for route in CLASSIFY_ROUTES:
+            metrics.create_route(route, CLASSIFY_CODES, model)
 
     def watch_queues(self, depth: Callable[[int], int]) -> None:
         """Reads the queue gauges from ``depth(segment)`` at every scrape."""
@@ -164,9 +188,18 @@ class ModelMetrics:
     def tokenized(self, seconds: float) -> None:
         self._tokenize.observe(seconds)
 
-    def served_at(self, tier: float | None) -> None:
-        """One text was answered under ``tier``."""
+    def expect(self, tier: float, shares: Sequence[float]) -> None:
+        """The calibration's shares of texts that left at each exit under ``tier``."""
+        for number, share in zip(self._layers, shares, strict=True):
+            self._metrics.calibrated_share.labels(self._model, tier_label(tier), str(number)).set(share)
+
+    def served(self, tier: float | None, exit: int, *, flops: float, flops_saved: float) -> None:
+        """One text was answered under ``tier`` at ``exit``."""
         self._tiers[tier].inc()
+        if tier is not None:
+            self._tier_exits[tier, exit].inc()
+        self._flops_run.inc(flops)
+        self._flops_saved.inc(max(0.0, flops_saved))
 
     def rejected(self, reason: str) -> None:
         self._rejected[reason].inc()

@@ -14,6 +14,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from server.api.errors import ApiError
 from server.catalog import Catalog
+from server.logs import FIELDS
 from server.metrics import UNMATCHED, Metrics
 
 logger = logging.getLogger("offramp.http")
@@ -58,6 +59,7 @@ class Observe:
                 message["headers"] = [
                     *message.get("headers", ()),
                     (b"x-request-id", context.request_id.encode("ascii")),
+                    (b"x-content-type-options", b"nosniff"),
                 ]
             await send(message)
 
@@ -69,12 +71,14 @@ class Observe:
             # The drain is over and this request is not: say so while the connection lasts.
             if not status:
                 error = ApiError(503, "the server ended before the answer was ready", type="draining")
-                await error.response()(scope, receive, send_with_id)
+                await error.response(scope)(scope, receive, send_with_id)
         except Exception:
-            logger.exception("request %s failed", context.request_id)
+            logger.exception(
+                "request %s failed", context.request_id, extra={FIELDS: {"request_id": context.request_id}}
+            )
             if not status:
                 error = ApiError(500, "something broke; the server's log says what, under the request's id")
-                await error.response()(scope, receive, send_with_id)
+                await error.response(scope)(scope, receive, send_with_id)
         finally:
             seconds = time.perf_counter() - started
             code = 499 if context.client_left else status or 499
@@ -82,7 +86,21 @@ class Observe:
             self._metrics.requests.labels(context.model, route, str(code)).inc()
             self._metrics.request_seconds.labels(context.model, route).observe(seconds)
             if self._access_log:
-                logger.info("%s %s %d %.2f ms id=%s", scope["method"], route, code, seconds * 1000, context.request_id)
+                self._log(scope["method"], route, code, seconds, context)
+
+    def _log(self, method: str, route: str, status: int, seconds: float, context: Context) -> None:
+        milliseconds = round(seconds * 1000, 2)
+        fields = {
+            "request_id": context.request_id,
+            "method": method,
+            "route": route,
+            "status": status,
+            "duration_ms": milliseconds,
+            "model": context.model,
+        }
+        logger.info(
+            "%s %s %d %.2f ms id=%s", method, route, status, milliseconds, context.request_id, extra={FIELDS: fields}
+        )
 
 
 def request_id_of(scope: Scope) -> str:

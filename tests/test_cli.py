@@ -85,6 +85,7 @@ def test_help_loads_neither_torch_nor_onnxruntime(arguments: list[str]) -> None:
         (["serve", "--port", "99999"], "setting --port: Input should be less than or equal to 65535"),
         (["serve", "--port", "http"], "setting --port: Input should be a valid integer"),
         (["serve", "--log-level", "loud"], "setting --log-level"),
+        (["serve", "--api-key", "one", "--api-key", "two words"], "setting --api-key or OFFRAMP_API_KEY"),
     ],
 )
 def test_wrong_usage_is_one_line_and_exit_code_2(

@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 
+from models.costs import layer_cost
 from models.exits import Floats
 from server.api.depth import Depth, choose_depth
 from server.api.errors import ApiError, invalid
@@ -59,7 +60,7 @@ async def classify(model: ServedModel, request: ClassifyRequest, settings: Setti
             deadline_seconds=None if deadline_ms is None else deadline_ms / 1000,
         )
     except Overloaded as error:
-        model.metrics.rejected("queue_full")
+        model.metrics.rejected(error.reason)
         raise ApiError(429, str(error), headers={"Retry-After": str(error.retry_after)}) from None
     except NotRunning:
         model.metrics.rejected("not_running")
@@ -152,7 +153,9 @@ def _result(model: ServedModel, request: ClassifyRequest, depth: Depth, answer: 
     left = answer.left
     # Whoever was cut short by a deadline left before the certified threshold was met.
     tier = None if answer.reason == "deadline" else depth.tier
-    model.metrics.served_at(tier)
+    unit = 2 * layer_cost(model.bundle.manifest.architecture, answer.tokens)
+    spent, full = unit * float(costs[left.exit - 1]), unit * float(costs[-1])
+    model.metrics.served(tier, left.exit, flops=spent, flops_saved=full - spent)
     document: dict[str, Any] = {
         **_scores(model, request, left),
         "exit": {

@@ -50,6 +50,18 @@ def certified_tier(calibration: PrecisionCalibration, quality: float) -> Tier | 
     return min(enough, key=lambda tier: (tier.quality, tier.mean_cost), default=None)
 
 
+def calibrated_shares(calibration: PrecisionCalibration, quality: float, *, exits: int) -> tuple[float, ...] | None:
+    """Shares of texts that left at each exit under the tier of ``quality`` in calibration (1.0: all at the last one);
+    ``None`` where the curves do not have the tier's threshold."""
+    if quality >= 1.0:
+        return (0.0,) * (exits - 1) + (1.0,)
+    tier = certified_tier(calibration, quality)
+    if tier is None:
+        return None
+    curve = calibration.curves.get(tier.criterion, ())
+    return next((point.exit_shares for point in curve if point.threshold == tier.threshold), None)
+
+
 def fastest(calibration: PrecisionCalibration) -> float | None:
     """The largest speed-up on any measured curve, or ``None`` where there is none."""
     return max((point.speedup for points in calibration.curves.values() for point in points), default=None)

@@ -1,4 +1,5 @@
-"""The one shape of every error: ``{"error": {"type", "message", "param"}}``.
+"""The one shape of every error, ``{"error": {"type", "message", "param"}}``, and what it becomes for the clients of
+other protocols.
 
 No message ever holds input text: messages are written here and in the schemas, and pydantic's are taken without their
 ``input``.
@@ -13,6 +14,7 @@ from pydantic import ValidationError
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import Response
+from starlette.types import Scope
 
 from server.config import MOST_INPUTS
 
@@ -21,6 +23,7 @@ TYPES = {
     401: "unauthorized",
     404: "not_found",
     405: "method_not_allowed",
+    408: "timeout",
     413: "too_large",
     422: "invalid",
     429: "overloaded",
@@ -29,6 +32,8 @@ TYPES = {
     503: "not_ready",
     504: "deadline",
 }
+# What text-embeddings-inference calls them; whatever is not listed is the request's own fault, its "Validation".
+_TEI_TYPES = {429: "Overloaded", 500: "Backend", 503: "Unhealthy", 504: "Backend"}
 # A body can hold hundreds of thousands of unknown fields, and pydantic takes 10 microseconds to list each.
 MAX_ERRORS = 100
 _SURROGATE = re.compile("[\ud800-\udfff]")
@@ -54,8 +59,17 @@ class ApiError(Exception):
         self.type = type or TYPES.get(status, "error")
         self.headers = headers
 
-    def response(self) -> Response:
-        body = {"error": {"type": self.type, "message": self.message, "param": self.param}}
+    def response(self, scope: Scope | None = None) -> Response:
+        """As a response in the shape that clients of the request's route read (``None``: our own)."""
+        path, method = ("", "") if scope is None else (scope["path"], scope["method"])
+        sentence = f"{self.param}: {self.message}" if self.param else self.message
+        body: dict[str, Any]
+        if path == "/v2" or path.startswith("/v2/"):
+            body = {"error": sentence}
+        elif path == "/predict" or (path == "/" and method == "POST"):
+            body = {"error": sentence, "error_type": _TEI_TYPES.get(self.status, "Validation")}
+        else:
+            body = {"error": {"type": self.type, "message": self.message, "param": self.param}}
         return Response(pydantic_core.to_json(body), self.status, headers=self.headers, media_type="application/json")
 
 
@@ -72,7 +86,7 @@ def from_validation(error: ValidationError, body: bytes) -> ApiError:
     if first["type"] == "json_invalid":
         return _from_json(first["msg"].removeprefix("Invalid JSON: "), body)
     param = path_of(first["loc"])
-    if first["type"] == "too_long":
+    if first["type"] == "too_long" and str(MOST_INPUTS) in first["msg"]:
         return ApiError(413, f"a list of more than {MOST_INPUTS} texts", param)
     if first["type"] == "extra_forbidden":
         return invalid("no such field; unknown fields are refused so that a typing error never goes unnoticed", param)
@@ -142,7 +156,7 @@ def _lone_surrogate(value: Any, path: tuple[int | str, ...]) -> tuple[int | str,
 
 async def on_api_error(request: Request, error: Exception) -> Response:
     assert isinstance(error, ApiError)
-    return error.response()
+    return error.response(request.scope)
 
 
 async def on_http_error(request: Request, error: Exception) -> Response:
@@ -151,4 +165,4 @@ async def on_http_error(request: Request, error: Exception) -> Response:
     messages = {404: "no such route", 405: "this route does not take this method"}
     message = messages.get(error.status_code, str(error.detail))
     headers = dict(error.headers) if error.headers else None
-    return ApiError(error.status_code, message, headers=headers).response()
+    return ApiError(error.status_code, message, headers=headers).response(request.scope)

@@ -1,129 +1,105 @@
 """The HTTP routes. Each translates to one call; none has a path of its own to the engine."""
 
-import asyncio
 import html
 from typing import Any
 
-import pydantic_core
 from fastapi import APIRouter, Request, Response
 from prometheus_client.exposition import choose_encoder
-from pydantic import ValidationError
-from starlette.requests import ClientDisconnect
-from starlette.responses import HTMLResponse
+from starlette.responses import HTMLResponse, PlainTextResponse
 
-from server.api.classify import classify, find_model
+from server.api import infinity, openinference, tei
 from server.api.depth import fastest
-from server.api.errors import ApiError, from_validation
-from server.api.schemas import REQUEST_EXAMPLES, ClassifyRequest, ClassifyResponse, ErrorResponse
+from server.api.errors import ApiError
+from server.api.front import WISHES_HEADER, Call, Front, read_as, to_json, wish_from
+from server.api.infinity import InfinityRequest, InfinityResponse
+from server.api.openapi import described
+from server.api.schemas import (
+    REQUEST_EXAMPLES,
+    ClassifyRequest,
+    ClassifyResponse,
+    ErrorResponse,
+    Info,
+    Models,
+    Status,
+)
 from server.catalog import Catalog, ServedModel
 from server.config import Settings
 from server.metrics import Metrics
-from server.middleware import CONTEXT, Context
 
-ERRORS = {
-    400: "the body is not JSON, or not UTF-8",
-    404: "no such model",
-    413: "body, number of texts or a text too large",
-    422: "the request asks for what cannot be; param names the field",
-    429: "too many texts are waiting; Retry-After says when to try again",
-    500: "the text could not be classified",
-    503: "the server is starting or draining",
-    504: "the deadline passed before the first exit",
+REQUESTS = (ClassifyRequest, InfinityRequest, tei.PredictRequest, openinference.InferRequest)
+"""The schemas of bodies, which the OpenAPI document must be told of."""
+
+_PAGE_HEADERS = {
+    "Content-Security-Policy": "default-src 'none'; style-src 'unsafe-inline'; base-uri 'none'; frame-ancestors 'none'"
 }
 
 
 def build_router(settings: Settings, catalog: Catalog, metrics: Metrics, version: str) -> APIRouter:
     """All routes, bound to one app's settings, models and metrics."""
     router = APIRouter()
-    inflight = metrics.inflight
+    front = Front(settings, catalog, metrics)
 
     @router.post(
         "/classify",
         summary="Classify texts, each to the depth that the request asks for",
-        responses={
-            200: {
-                "model": ClassifyResponse,
-                "headers": {
-                    "Server-Timing": {
-                        "description": "tokenize, queue, inference in ms; of several texts the longest",
-                        "schema": {"type": "string"},
-                    },
-                    "X-Request-ID": {"description": "the caller's, or a new one", "schema": {"type": "string"}},
-                },
-            },
-            **{code: {"model": ErrorResponse, "description": text} for code, text in ERRORS.items()},
-        },
-        openapi_extra={
-            "requestBody": {
-                "required": True,
-                "content": {
-                    "application/json": {
-                        "schema": {"$ref": "#/components/schemas/ClassifyRequest"},
-                        "examples": REQUEST_EXAMPLES,
-                    }
-                },
-            }
-        },
+        **described(
+            (ClassifyRequest, InfinityRequest),
+            ClassifyResponse | InfinityResponse,
+            ErrorResponse,
+            REQUEST_EXAMPLES | infinity.EXAMPLES,
+        ),
     )
     async def post_classify(request: Request) -> Response:
-        with inflight.track_inprogress():
-            context: Context = request.scope[CONTEXT]
-            context.model = catalog.default.name
-            try:
-                body = await _body(request, settings.max_body_bytes)
-            except ClientDisconnect:
-                return _client_left(context)
-            try:
-                wish = ClassifyRequest.model_validate_json(body)
-            except ValidationError as error:
-                raise from_validation(error, body) from None
-            if wish.model is not None:
-                context.model = ""
-                context.model = find_model(catalog, wish.model).name
-            return await _answer(request, find_model(catalog, wish.model), wish, context)
+        return await front.answer(request, lambda body: _read(body, request.headers.get(WISHES_HEADER)))
 
-    async def _answer(request: Request, model: ServedModel, wish: ClassifyRequest, context: Context) -> Response:
-        # The server does not cancel a route when its client leaves; so somebody has to listen for it.
-        work = asyncio.ensure_future(classify(model, wish, settings))
-        departure = asyncio.ensure_future(_departure(request))
-        try:
-            await asyncio.wait((work, departure), return_when=asyncio.FIRST_COMPLETED)
-            if not work.done():
-                return _client_left(context)
-            document, timing = work.result()
-        finally:
-            departure.cancel()
-            work.cancel()
-        return Response(
-            pydantic_core.to_json(document), media_type="application/json", headers={"Server-Timing": timing.header()}
-        )
+    tei.add_routes(router, front)
+    openinference.add_routes(router, front, catalog, version)
 
-    @router.get("/livez", summary="Whether the process works; restart it where this is not 200")
+    unready: dict[int | str, dict[str, Any]] = {503: {"model": ErrorResponse}}
+    closed: dict[int | str, dict[str, Any]] = {401: {"model": ErrorResponse}}
+
+    @router.get(
+        "/livez",
+        summary="Whether the process works; restart it where this is not 200",
+        response_model=Status,
+        responses=unready,
+    )
     async def livez() -> Response:
         if not catalog.draining and not catalog.alive:
             raise ApiError(503, "a worker has died")
-        return _json({"status": "alive"})
+        return to_json({"status": "alive"})
 
-    @router.get("/readyz", summary="Whether to send requests here; 503 while starting and draining")
+    @router.get(
+        "/readyz",
+        summary="Whether to send requests here; 503 while starting and draining",
+        response_model=Status,
+        responses=unready,
+    )
     async def readyz() -> Response:
         if catalog.draining:
             raise ApiError(503, "draining", type="draining")
         if not catalog.alive:
             raise ApiError(503, "not ready")
-        return _json({"status": "ready"})
+        return to_json({"status": "ready"})
 
-    @router.get("/metrics", summary="Prometheus metrics")
-    async def get_metrics(request: Request) -> Response:
-        encode, content_type = choose_encoder(request.headers.get("accept", ""))
-        return Response(encode(metrics.registry), media_type=content_type)
+    if settings.metrics_port is None:
 
-    @router.get("/models", summary="The models served, their exits, and the qualities certified for them")
+        @router.get("/metrics", summary="Prometheus metrics", response_class=PlainTextResponse)
+        async def get_metrics(request: Request) -> Response:
+            return metrics_page(request, metrics)
+
+    @router.get(
+        "/models",
+        summary="The models served, their exits, and the qualities certified for them",
+        response_model=Models,
+        responses=closed,
+    )
     async def get_models() -> Response:
-        return _json({"models": [describe(model, model is catalog.default) for model in catalog.models.values()]})
+        return to_json({"models": [describe(model, model is catalog.default) for model in catalog.models.values()]})
 
-    @router.get("/info", summary="Version and limits of this server")
+    @router.get("/info", summary="Version and limits of this server", response_model=Info, responses=closed)
     async def get_info() -> Response:
-        return _json(
+        return to_json(
             {
                 "name": "offramp",
                 "version": version,
@@ -136,6 +112,8 @@ def build_router(settings: Settings, catalog: Catalog, metrics: Metrics, version
                     "max_body_bytes": settings.max_body_bytes,
                     "max_characters": settings.max_characters,
                     "max_queue": settings.max_queue,
+                    "max_concurrent_requests": settings.max_concurrent_requests,
+                    "request_timeout_seconds": settings.request_timeout_seconds,
                 },
                 "runtime": {
                     model.name: {
@@ -151,17 +129,17 @@ def build_router(settings: Settings, catalog: Catalog, metrics: Metrics, version
 
     @router.get("/", include_in_schema=False)
     async def get_root() -> HTMLResponse:
-        return HTMLResponse(_landing(catalog, version))
+        return HTMLResponse(_landing(catalog, version), headers=_PAGE_HEADERS)
 
     for route in ("/livez", "/readyz"):
         metrics.create_route(route, (200, 503))
-    for route in ("/metrics", "/models", "/info", "/"):
+    for route in ("/metrics", "/models", "/info", "/", "/v2/health/live", "/v2/health/ready"):
         metrics.create_route(route)
     return router
 
 
 def describe(model: ServedModel, default: bool) -> dict[str, Any]:
-    """What ``/models`` says of a model."""
+    """What ``/models`` says of a model (``schemas.ModelDescription``)."""
     manifest, calibration = model.bundle.manifest, model.calibration
     return {
         "name": manifest.name,
@@ -170,7 +148,7 @@ def describe(model: ServedModel, default: bool) -> dict[str, Any]:
         "task": manifest.task,
         "labels": list(manifest.labels),
         "takes_pairs": manifest.takes_pairs,
-        "max_length": manifest.architecture.max_length,
+        "max_length": model.max_tokens,
         "num_layers": manifest.architecture.num_layers,
         "precision": model.precision,
         "device": model.device,
@@ -199,35 +177,22 @@ def describe(model: ServedModel, default: bool) -> dict[str, Any]:
     }
 
 
-async def _body(request: Request, limit: int) -> bytes:
-    """The whole body. Raises :class:`ApiError` (413) as soon as it is known to exceed ``limit`` bytes."""
-    problem = ApiError(413, f"the body exceeds {limit} bytes (OFFRAMP_MAX_BODY_BYTES)")
-    declared = request.headers.get("content-length", "")
-    if declared.isdecimal() and int(declared[:19]) > limit:
-        raise problem
-    chunks, size = [], 0
-    async for chunk in request.stream():
-        size += len(chunk)
-        if size > limit:
-            raise problem
-        chunks.append(chunk)
-    return b"".join(chunks)
+def metrics_page(request: Request, metrics: Metrics) -> Response:
+    """All metrics, in the format that the scraper asks for."""
+    encode, content_type = choose_encoder(request.headers.get("accept", ""))
+    return Response(encode(metrics.registry), media_type=content_type)
 
 
-async def _departure(request: Request) -> None:
-    """Returns when the client has gone."""
-    while (await request.receive())["type"] != "http.disconnect":
-        pass
-
-
-def _client_left(context: Context) -> Response:
-    """Nobody reads this; 499 is what logs and metrics say of it."""
-    context.client_left = True
-    return Response(status_code=499)
-
-
-def _json(document: dict[str, Any]) -> Response:
-    return Response(pydantic_core.to_json(document), media_type="application/json")
+def _read(body: bytes, header: str | None) -> Call:
+    try:
+        wish = read_as(ClassifyRequest, body)
+    except ApiError:
+        if infinity.is_infinity(body):
+            return infinity.read(body, header)
+        raise
+    if header is not None:
+        wish = wish_from({name: getattr(wish, name) for name in wish.model_fields_set}, header)
+    return Call(wish, lambda model, document: to_json(document))
 
 
 def _landing(catalog: Catalog, version: str) -> str:

@@ -9,11 +9,11 @@ from models.exits import Criterion, Reason
 from server.config import MOST_INPUTS
 
 
-class _Strict(BaseModel):
+class Strict(BaseModel):
     model_config = ConfigDict(extra="forbid", strict=True, frozen=True)
 
 
-class TextPair(_Strict):
+class TextPair(Strict):
     """One text, or a pair of texts for a model that classifies pairs."""
 
     text: str = Field(description="the text; empty or blank texts are refused")
@@ -51,17 +51,10 @@ _Inputs = Annotated[
 ]
 
 
-class ClassifyRequest(_Strict):
-    """Texts, and how deep to go for them. At most one of ``quality``, ``speed`` and ``criterion`` with ``threshold``
-    chooses the depth; none of them means the server's default quality."""
+class Wishes(Strict):
+    """How deep to go, and for how long; every front door takes these. At most one of ``quality``, ``speed`` and
+    ``criterion`` with ``threshold`` chooses the depth; none of them means the server's default quality."""
 
-    inputs: _Inputs = Field(
-        description="one text, or a list; two strings in a list are two texts, a pair is an object with text and "
-        "text_pair"
-    )
-    model: str | None = Field(
-        default=None, min_length=1, max_length=128, description="a name from /models; none means the server's default"
-    )
     quality: float | None = Field(
         default=None,
         gt=0,
@@ -114,18 +107,6 @@ class ClassifyRequest(_Strict):
         description="milliseconds after which texts are answered from their latest exit (reason `deadline`, no "
         "promise); 504 where a text has passed none",
     )
-    top_k: int | None = Field(
-        default=None, ge=1, le=100_000, description="length of `scores`; none, or more than there are, means all labels"
-    )
-    raw_scores: bool = Field(
-        default=False,
-        description="scores are the exit's logits, before temperature and softmax; confidence, entropy and agreement "
-        "stay",
-    )
-    truncate: bool = Field(
-        default=True, description="cut texts that are longer than the model takes; false answers them with 413"
-    )
-    explain: bool = Field(default=False, description="add `exits`: the scores at every exit passed")
 
     @model_validator(mode="after")
     def _one_way(self) -> Self:
@@ -140,12 +121,36 @@ class ClassifyRequest(_Strict):
         return self
 
 
-class Score(_Strict):
+class ClassifyRequest(Wishes):
+    """Texts, and how deep to go for them."""
+
+    inputs: _Inputs = Field(
+        description="one text, or a list; two strings in a list are two texts, a pair is an object with text and "
+        "text_pair"
+    )
+    model: str | None = Field(
+        default=None, min_length=1, max_length=128, description="a name from /models; none means the server's default"
+    )
+    top_k: int | None = Field(
+        default=None, ge=1, le=100_000, description="length of `scores`; none, or more than there are, means all labels"
+    )
+    raw_scores: bool = Field(
+        default=False,
+        description="scores are the exit's logits, before temperature and softmax; confidence, entropy and agreement "
+        "stay",
+    )
+    truncate: bool = Field(
+        default=True, description="cut texts that are longer than the model takes; false answers them with 413"
+    )
+    explain: bool = Field(default=False, description="add `exits`: the scores at every exit passed")
+
+
+class Score(Strict):
     label: str
     score: float = Field(description="probability after the exit's temperature, or the logit with raw_scores")
 
 
-class Exit(_Strict):
+class Exit(Strict):
     """Where a text left, and why."""
 
     number: int = Field(description="the exit, 1 is the shallowest")
@@ -167,7 +172,7 @@ class Exit(_Strict):
     tier: float | None = Field(description="the certified quality that this answer carries; null: nothing is promised")
 
 
-class PassedExit(_Strict):
+class PassedExit(Strict):
     """What an exit on the way said (``explain``)."""
 
     number: int
@@ -181,7 +186,7 @@ class PassedExit(_Strict):
     agreement: float
 
 
-class Result(_Strict):
+class Result(Strict):
     label: str
     score: float
     scores: list[Score] = Field(description="highest first, top_k of them")
@@ -193,13 +198,13 @@ class Result(_Strict):
     )
 
 
-class Usage(_Strict):
+class Usage(Strict):
     tokens: int
     layers_run: int = Field(description="sum over the results of exit.layer")
     layers_saved: int = Field(description="sum over the results of exit.of - exit.layer")
 
 
-class ClassifyResponse(_Strict):
+class ClassifyResponse(Strict):
     """Results in the order of the inputs."""
 
     model: str
@@ -208,12 +213,13 @@ class ClassifyResponse(_Strict):
     usage: Usage
 
 
-class ErrorDetail(_Strict):
+class ErrorDetail(Strict):
     type: Literal[
         "malformed",
         "unauthorized",
         "not_found",
         "method_not_allowed",
+        "timeout",
         "too_large",
         "invalid",
         "overloaded",
@@ -227,8 +233,77 @@ class ErrorDetail(_Strict):
     param: str | None = Field(description="the field that it is about, as in inputs[3].text")
 
 
-class ErrorResponse(_Strict):
+class ErrorResponse(Strict):
     error: ErrorDetail
+
+
+class Status(Strict):
+    status: Literal["alive", "ready"]
+
+
+class ExitDescription(Strict):
+    number: int
+    after_layer: int
+    head: str
+    cost_in_layers: float = Field(description="cost until this exit, at the mean length of the calibration texts")
+
+
+class TierDescription(Strict):
+    quality: float
+    criterion: Criterion
+    threshold: float
+    mean_cost: float = Field(description="mean cost in layers on the calibration texts")
+    speedup: float = Field(description="cost of full depth divided by that")
+
+
+class RefusedTierDescription(Strict):
+    quality: float
+    why: str
+    n_needed: int | None = None
+
+
+class ModelDescription(Strict):
+    """A model that requests can name, and what they can ask of it."""
+
+    name: str
+    version: str
+    default: bool
+    task: str
+    labels: list[str]
+    takes_pairs: bool
+    max_length: int = Field(description="most tokens of a text, special ones included")
+    num_layers: int
+    precision: str
+    device: str
+    exits: list[ExitDescription]
+    tiers: list[TierDescription] = Field(description="certified qualities")
+    refused_tiers: list[RefusedTierDescription]
+    max_speed: float | None
+    licence: str
+
+
+class Models(Strict):
+    models: list[ModelDescription]
+
+
+class Runtime(Strict):
+    precision: str
+    device: str
+    workers: int
+    threads: int
+
+
+class Info(Strict):
+    """Version and limits of a server."""
+
+    name: Literal["offramp"]
+    version: str
+    default_model: str
+    models: list[str]
+    default_quality: float
+    default_deadline_ms: float | None
+    limits: dict[str, int | float | None]
+    runtime: dict[str, Runtime]
 
 
 REQUEST_EXAMPLES: dict[str, dict[str, Any]] = {

@@ -9,6 +9,7 @@ import httpx
 import pytest
 
 from models.bundle import Bundle
+from models.costs import layer_cost
 from tests.server.conftest import Served, samples, serving
 from tests.tiny import POISON
 
@@ -35,7 +36,8 @@ NAMES = (
     "requests_total request_duration_seconds tokenize_duration_seconds queue_duration_seconds "
     "inference_duration_seconds exits_total exit_confidence layers_run_total layers_saved_total segment_batch_size "
     "segment_duration_seconds queue_depth inflight_requests rejected_total cancelled_total truncated_total "
-    "nonfinite_total shadow_total tier_total model_info"
+    "nonfinite_total shadow_total tier_total tier_exits_total calibrated_exit_share flops_run_total flops_saved_total "
+    "ready model_info"
 ).split()
 
 
@@ -68,7 +70,9 @@ async def test_durations_have_fixed_buckets_from_a_quarter_of_a_millisecond(tiny
 async def test_one_answer_moves_each_of_its_counters_by_one(tiny_bundle: Bundle) -> None:
     async with serving(tiny_bundle, workers=1) as served:
         before = samples(served.metrics.registry)
-        await served.results("a good film", threshold=0.0, min_exit=2)
+        (result,) = await served.results("a good film", threshold=0.0, min_exit=2)
+        costs = served.catalog.default.exit_costs(result["tokens"])
+        flops = 2 * layer_cost(tiny_bundle.manifest.architecture, result["tokens"])
         assert changes(served, before) == {
             key("requests_total", model="tiny", route="/classify", code="200"): 1,
             key("request_duration_seconds_count", model="tiny", route="/classify"): 1,
@@ -79,6 +83,8 @@ async def test_one_answer_moves_each_of_its_counters_by_one(tiny_bundle: Bundle)
             key("exit_confidence_count", model="tiny", exit="2"): 1,
             key("layers_run_total", model="tiny"): 1,
             key("layers_saved_total", model="tiny"): 3,
+            key("flops_run_total", model="tiny"): pytest.approx(flops * costs[1]),
+            key("flops_saved_total", model="tiny"): pytest.approx(flops * (costs[3] - costs[1])),
             key("segment_batch_size_count", model="tiny", segment="1"): 1,
             key("segment_batch_size_count", model="tiny", segment="2"): 1,
             key("segment_duration_seconds_count", model="tiny", segment="1"): 1,
@@ -95,6 +101,7 @@ async def test_texts_are_counted_singly_and_requests_once(tiny_bundle: Bundle) -
         assert moved[key("requests_total", model="tiny", route="/classify", code="200")] == 1
         assert moved[key("exits_total", model="tiny", exit="4", reason="final")] == 3
         assert moved[key("tier_total", model="tiny", tier="1")] == 3
+        assert moved[key("tier_exits_total", model="tiny", tier="1", exit="4")] == 3
         assert moved[key("truncated_total", model="tiny")] == 1
         assert moved[key("layers_run_total", model="tiny")] == 12
         assert key("layers_saved_total", model="tiny") not in moved
@@ -120,6 +127,26 @@ async def test_a_refusal_is_counted_once_under_its_code(
         }
         assert also.items() <= moved.items()
         assert not any(name[0] in ("offramp_exits_total", "offramp_tier_total") for name in moved)
+
+
+async def test_what_the_calibration_saw_stands_beside_what_is_seen(tiny_bundle: Bundle) -> None:
+    async with serving(tiny_bundle) as served:
+        page = samples(served.metrics.registry)
+        shares = {
+            tier: [
+                page.get(key("calibrated_exit_share", model="tiny", tier=tier, exit=str(exit))) for exit in range(1, 5)
+            ]
+            for tier in ("1", "0.99", "0.97")
+        }
+        # The tiny calibration's curve has no point at the threshold of 0.99.
+        assert shares == {"1": [0, 0, 0, 1], "0.99": [None] * 4, "0.97": [0.25] * 4}
+
+
+async def test_readiness_is_a_metric(tiny_bundle: Bundle) -> None:
+    async with serving(tiny_bundle) as served:
+        assert samples(served.metrics.registry)[key("ready")] == 1
+        served.catalog.draining = True
+        assert samples(served.metrics.registry)[key("ready")] == 0
 
 
 async def test_a_full_queue_is_counted_as_a_rejection_with_429(tiny_bundle: Bundle) -> None:

@@ -2,17 +2,9 @@
 
 import asyncio
 import json
-import os
 import re
-import signal
 import socket
 import subprocess
-import sys
-import threading
-import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -20,135 +12,10 @@ import pytest
 
 from models.bundle import Bundle
 from tests.server.conftest import some_texts
+from tests.server.process import Process, ask, classify, metric, process, raw_request, start, until
 from tests.tiny import write_tiny_bundle
 
 pytestmark = pytest.mark.anyio
-
-ROOT = Path(__file__).resolve().parents[2]
-PROGRAM = """
-import sys
-from server.app import run
-from server.config import StartError, load_settings
-try:
-    settings = load_settings()
-except StartError as error:
-    sys.exit(f"offramp: {error}")
-sys.exit(run(settings))
-"""
-
-
-def _start(*bundles: Path, **settings: Any) -> "subprocess.Popen[str]":
-    environment = {name: value for name, value in os.environ.items() if not name.startswith("OFFRAMP_")}
-    given = {"bundles": ":".join(map(str, bundles)), "port": 0} | settings
-    environment |= {f"OFFRAMP_{name.upper()}": str(value) for name, value in given.items()}
-    return subprocess.Popen(
-        [sys.executable, "-c", PROGRAM], cwd=ROOT, env=environment, stderr=subprocess.PIPE, text=True
-    )
-
-
-class Process:
-    """A running server: its address, its log so far, and its end."""
-
-    def __init__(self, process: "subprocess.Popen[str]") -> None:
-        self._process = process
-        self._lines: list[str] = []
-        self._listening = threading.Event()
-        self._reader = threading.Thread(target=self._read, daemon=True)
-        self._reader.start()
-        assert self._listening.wait(60), self.log
-        found = re.search(r"listening on http://(\S+)", self.log)
-        assert found, self.log
-        host, _, port = found[1].rpartition(":")
-        self.address = host, int(port)
-
-    def _read(self) -> None:
-        assert self._process.stderr is not None
-        for line in self._process.stderr:
-            self._lines.append(line)
-            if "listening on" in line:
-                self._listening.set()
-        self._listening.set()
-
-    @property
-    def log(self) -> str:
-        return "".join(self._lines)
-
-    def wait_for(self, words: str) -> None:
-        """Returns once the log has ``words``; fails after 60 s."""
-        for _ in range(6000):
-            if words in self.log:
-                return
-            time.sleep(0.01)
-        raise AssertionError(self.log)
-
-    def terminate(self) -> None:
-        self._process.send_signal(signal.SIGTERM)
-
-    def status(self) -> int:
-        """The exit status, once it has ended."""
-        status = self._process.wait(180)
-        self._reader.join(10)
-        return status
-
-
-@contextmanager
-def process(bundle: Bundle, **settings: Any) -> Iterator[Process]:
-    started = _start(bundle.path, **settings)
-    try:
-        yield Process(started)
-    finally:
-        if started.poll() is None:
-            started.kill()
-        started.wait(10)
-
-
-@dataclass(frozen=True)
-class Reply:
-    status: int
-    body: bytes
-
-    def json(self) -> Any:
-        return json.loads(self.body)
-
-
-def _request(method: str, path: str, body: bytes) -> bytes:
-    head = f"{method} {path} HTTP/1.1\r\nhost: test\r\nconnection: close\r\ncontent-length: {len(body)}\r\n\r\n"
-    return head.encode() + body
-
-
-async def ask(server: Process, method: str, path: str, document: Any = None) -> Reply:
-    """One request over a connection of its own. A plain socket: a client library costs more than the tiny model."""
-    body = document if isinstance(document, bytes) else b"" if document is None else json.dumps(document).encode()
-    reader, writer = await asyncio.open_connection(*server.address)
-    try:
-        writer.write(_request(method, path, body))
-        raw = await reader.read()
-    finally:
-        writer.close()
-    head, _, content = raw.partition(b"\r\n\r\n")
-    declared = re.search(rb"content-length: (\d+)", head)
-    assert declared, raw[:200]
-    assert len(content) == int(declared[1]), "the answer was cut short"
-    return Reply(int(head.split()[1]), content)
-
-
-async def classify(server: Process, inputs: Any, **fields: Any) -> Reply:
-    return await ask(server, "POST", "/classify", {"inputs": inputs, **fields})
-
-
-async def _metric(server: Process, series: str) -> float:
-    page = (await ask(server, "GET", "/metrics")).body.decode()
-    found = re.search(rf"^offramp_{re.escape(series)} (\S+)$", page, re.MULTILINE)
-    return float(found[1]) if found else 0.0
-
-
-async def _until(server: Process, series: str, condition: Callable[[float], bool]) -> None:
-    for _ in range(1000):
-        if condition(await _metric(server, series)):
-            return
-        await asyncio.sleep(0.02)
-    raise AssertionError(f"{series} is still {await _metric(server, series)}")
-
 
 # Takes the tiny model long enough for things to happen meanwhile.
 HEAVY = {"inputs": ["good film " * 30] * 32, "quality": 1.0}
@@ -175,7 +42,7 @@ async def test_hundreds_of_connections_get_the_answers_of_their_own_texts(tiny_b
 async def test_sigterm_under_load_loses_no_accepted_request_and_exits_0(tiny_bundle: Bundle) -> None:
     with process(tiny_bundle, workers=1, threads=1, drain_seconds=300) as server:
         asked = [asyncio.ensure_future(ask(server, "POST", "/classify", HEAVY)) for _ in range(20)]
-        await _until(server, "inflight_requests", lambda count: count == 20)
+        await until(server, "inflight_requests", lambda count: count == 20)
         server.terminate()
         replies = await asyncio.gather(*asked)
         assert [reply.status for reply in replies] == [200] * 20
@@ -199,7 +66,7 @@ async def test_after_sigterm_readiness_is_off_while_requests_are_still_served(ti
 async def test_work_that_outlasts_the_drain_is_given_up(tiny_bundle: Bundle) -> None:
     with process(tiny_bundle, workers=1, threads=1, drain_seconds=0) as server:
         asked = [asyncio.ensure_future(ask(server, "POST", "/classify", HEAVY)) for _ in range(20)]
-        await _until(server, "inflight_requests", lambda count: count == 20)
+        await until(server, "inflight_requests", lambda count: count == 20)
         server.terminate()
         replies = await asyncio.gather(*asked)
         late = [reply.json()["error"]["type"] for reply in replies if reply.status != 200]
@@ -210,12 +77,12 @@ async def test_work_that_outlasts_the_drain_is_given_up(tiny_bundle: Bundle) -> 
 
 
 async def test_clients_that_leave_free_their_work_and_disturb_nobody(tiny_bundle: Bundle) -> None:
-    request = _request("POST", "/classify", json.dumps(HEAVY).encode())
+    request = raw_request("POST", "/classify", json.dumps(HEAVY).encode())
     with process(tiny_bundle, workers=1, threads=1) as server:
         leavers = [await asyncio.open_connection(*server.address) for _ in range(20)]
         for _, writer in leavers:
             writer.write(request)
-        await _until(server, "inflight_requests", lambda count: count >= 15)
+        await until(server, "inflight_requests", lambda count: count >= 15)
         for _, writer in leavers:
             writer.close()
         # And some that leave in the middle of their body.
@@ -225,11 +92,11 @@ async def test_clients_that_leave_free_their_work_and_disturb_nobody(tiny_bundle
             await writer.drain()
             writer.close()
         gone = 'requests_total{code="499",model="tiny",route="/classify"}'
-        await _until(server, gone, lambda count: count >= 15)
-        assert await _metric(server, 'cancelled_total{model="tiny"}') > 0
+        await until(server, gone, lambda count: count >= 15)
+        assert await metric(server, 'cancelled_total{model="tiny"}') > 0
         assert (await classify(server, "a film")).status == 200
-        await _until(server, "inflight_requests", lambda count: count == 0)
-        assert await _metric(server, 'queue_depth{model="tiny",segment="1"}') == 0
+        await until(server, "inflight_requests", lambda count: count == 0)
+        assert await metric(server, 'queue_depth{model="tiny",segment="1"}') == 0
         server.terminate()
         assert server.status() == 0
         assert "Traceback" not in server.log
@@ -284,14 +151,14 @@ async def test_what_is_no_request_gets_the_one_error_shape(
 
 
 def _end(started: "subprocess.Popen[str]") -> tuple[int, str]:
-    _, error = started.communicate(timeout=60)
+    _, error = started.communicate(timeout=180)
     return started.returncode, error
 
 
 def test_a_taken_port_is_one_line_and_status_1(tiny_bundle: Bundle) -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
-        status, error = _end(_start(tiny_bundle.path, port=port, log_level="error"))
+        status, error = _end(start(tiny_bundle.path, port=port, log_level="error"))
     assert status == 1
     assert error == f"offramp: cannot listen on 127.0.0.1:{port}: Address already in use\n"
 
@@ -302,19 +169,19 @@ def test_a_changed_bundle_is_one_line_and_status_1(tmp_path: Path) -> None:
     content = bytearray(graph.read_bytes())
     content[100] ^= 1
     graph.write_bytes(content)
-    status, error = _end(_start(bundle.path, log_level="error"))
+    status, error = _end(start(bundle.path, log_level="error"))
     assert status == 1
     assert re.fullmatch(r"offramp: .*segment_2\.onnx: sha256 is not the manifest's.*\n", error)
 
 
 def test_cuda_where_there_is_none_is_one_line_and_status_1(tiny_bundle: Bundle) -> None:
-    status, error = _end(_start(tiny_bundle.path, device="cuda:7", log_level="error"))
+    status, error = _end(start(tiny_bundle.path, device="cuda:7", log_level="error"))
     assert status == 1
     assert re.fullmatch(r"offramp: device cuda:7 was asked for, but CUDA does not work here: .*\n", error)
 
 
 def test_a_bad_setting_is_one_line_and_status_1(tiny_bundle: Bundle) -> None:
-    status, error = _end(_start(tiny_bundle.path, max_queue="many"))
+    status, error = _end(start(tiny_bundle.path, max_queue="many"))
     assert status == 1
     assert re.fullmatch(r"offramp: setting OFFRAMP_MAX_QUEUE: .*\n", error)
 
@@ -331,7 +198,7 @@ def test_a_second_signal_ends_it_at_once(tiny_bundle: Bundle) -> None:
 async def test_a_second_signal_gives_up_what_is_still_running(tiny_bundle: Bundle) -> None:
     with process(tiny_bundle, workers=1, threads=1, drain_seconds=600) as server:
         asked = [asyncio.ensure_future(ask(server, "POST", "/classify", HEAVY)) for _ in range(20)]
-        await _until(server, "inflight_requests", lambda count: count == 20)
+        await until(server, "inflight_requests", lambda count: count == 20)
         server.terminate()
         await asyncio.to_thread(server.wait_for, "readiness is off")
         server.terminate()

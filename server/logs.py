@@ -1,0 +1,36 @@
+"""Log lines on standard error, for people or as JSON. Nothing that logs here is ever given a text."""
+
+import json
+import logging
+import sys
+from datetime import UTC, datetime
+from typing import Literal
+
+FIELDS = "offramp_fields"
+"""The attribute of a log record that carries a JSON line's further fields (``extra={FIELDS: {...}}``)."""
+
+
+class JsonLines(logging.Formatter):
+    """One JSON object a line: ``time`` (UTC), ``level``, ``logger``, ``message``, further fields, ``exception``."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        line = {
+            "time": datetime.fromtimestamp(record.created, UTC).isoformat(timespec="milliseconds"),
+            "level": record.levelname.lower(),
+            "logger": record.name,
+            "message": record.getMessage(),
+            **getattr(record, FIELDS, {}),
+        }
+        if record.exc_info:
+            line["exception"] = self.formatException(record.exc_info)
+        return json.dumps(line)
+
+
+def configure_logging(level: str, style: Literal["text", "json"]) -> None:
+    """Sends log lines of ``level`` and above to standard error."""
+    handler = logging.StreamHandler(sys.stderr)
+    text = logging.Formatter("%(asctime)s %(levelname)s %(name)s: %(message)s")
+    handler.setFormatter(JsonLines() if style == "json" else text)
+    logging.basicConfig(level=level.upper(), handlers=[handler], force=True)
+    logging.getLogger("uvicorn").setLevel(logging.WARNING)
+    logging.getLogger("asyncio").setLevel(logging.WARNING)

@@ -1,0 +1,67 @@
+"""What all doors share: limits of requests in work, of time and of tokens."""
+
+import asyncio
+
+import pytest
+
+from models.bundle import Bundle
+from tests.server.conftest import error_of, samples, serving
+from tests.server.process import Process, process, raw_request
+
+pytestmark = pytest.mark.anyio
+
+
+async def test_requests_beyond_those_allowed_in_work_are_told_to_come_back(tiny_bundle: Bundle) -> None:
+    async with serving(tiny_bundle, max_concurrent_requests=2, workers=1) as served:
+        inputs = ["good film " * 20] * 64
+        answers = await asyncio.gather(*(served.classify(inputs, quality=1.0) for _ in range(6)))
+        refused = [answer for answer in answers if answer.status_code == 429]
+        assert [answer.status_code for answer in answers].count(200) == 2
+        assert len(refused) == 4
+        assert all(answer.headers["retry-after"] == "1" for answer in refused)
+        assert "OFFRAMP_MAX_CONCURRENT_REQUESTS" in error_of(refused[0])["message"]
+        rejected = ("offramp_rejected_total", (("model", "tiny"), ("reason", "concurrency")))
+        assert samples(served.metrics.registry)[rejected] == 4
+        assert (await served.classify("a film")).status_code == 200
+
+
+async def test_texts_are_cut_to_the_tokens_allowed_and_refused_where_they_must_not_be_cut(tiny_bundle: Bundle) -> None:
+    async with serving(tiny_bundle, max_tokens=10) as served:
+        (result,) = await served.results("film " * 30)
+        assert (result["tokens"], result["truncated"]) == (10, True)
+        refused = await served.classify("film " * 30, truncate=False)
+        assert (refused.status_code, error_of(refused)["param"]) == (413, "inputs")
+        assert "at most 10" in error_of(refused)["message"]
+        assert (await served.client.get("/models")).json()["models"][0]["max_length"] == 10
+    async with serving(tiny_bundle, max_tokens=1000) as served:
+        (result,) = await served.results("film " * 300)
+        assert result["tokens"] == 64
+
+
+async def _answer_to(server: Process, *parts: bytes) -> bytes:
+    """All that the server sends back until it closes the connection."""
+    reader, writer = await asyncio.open_connection(*server.address)
+    try:
+        for part in parts:
+            writer.write(part)
+            await writer.drain()
+            await asyncio.sleep(0.1)
+        return await asyncio.wait_for(reader.read(), 60)
+    finally:
+        writer.close()
+
+
+async def test_slow_bodies_and_slow_heads_are_given_up(tiny_bundle: Bundle) -> None:
+    whole = raw_request("POST", "/classify", b'{"inputs": "a film"}').replace(b"close", b"keep-alive")
+    with process(tiny_bundle, request_timeout_seconds=0.5) as server:
+        body, head, nothing = await asyncio.gather(
+            _answer_to(server, whole[:-5]), _answer_to(server, whole[:20]), _answer_to(server)
+        )
+        for answer in (body, head):
+            assert answer.startswith(b"HTTP/1.1 408 ")
+            assert b'"type":"timeout"' in answer
+            assert b"connection: close" in answer.lower()
+        assert nothing == b""
+        # Whoever is slow within the time is served, and so is a second request on the connection.
+        slow = await _answer_to(server, whole[:20], whole[20:-5], whole[-5:], whole.replace(b"keep-alive", b"close"))
+        assert slow.count(b"HTTP/1.1 200 ") == 2
