@@ -10,6 +10,7 @@ server; what it costs is in docs/performance.md, with the command. Plain ``http`
 
 import gc
 import random
+import resource
 import select
 import selectors
 import socket
@@ -91,13 +92,15 @@ def open_loop(
     requests: Sequence[bytes],
     due: Sequence[float],
     *,
-    most_connections: int = 4096,
+    most_connections: int | None = None,
     patience: float = 30.0,
 ) -> list[Exchange]:
     """Sends request ``i`` (of ``requests``, in turn) when it falls ``due[i]`` seconds after the start.
 
+    Requests beyond ``most_connections`` at a time (``None``: as many as may be) wait for a connection, and that counts.
     Returns when all are answered, or when nothing has come for ``patience`` seconds: then the rest has status 0.
     """
+    most_connections = most_connections or possible_connections()
     arrivals = deque((at, number % len(requests)) for number, at in enumerate(due))
     return _Load(target, requests, arrivals, most_connections, lambda now: None).run(patience)
 
@@ -111,8 +114,15 @@ def closed_loop(
     most: float = float("inf"),
     patience: float = 30.0,
 ) -> list[Exchange]:
-    """Sends ``requests`` in turn, ``clients`` at a time, until ``seconds`` have passed or ``most`` were sent."""
-    sent = min(clients, int(min(most, clients)))
+    """Sends ``requests`` in turn, ``clients`` at a time, until ``seconds`` have passed or ``most`` were sent.
+
+    Raises :class:`LoadError` where this process may not open so many connections.
+    """
+    if clients > possible_connections():
+        raise LoadError(
+            f"{clients} clients, but this process may open {possible_connections()} connections (ulimit -n)"
+        )
+    sent = int(min(most, clients))
 
     def following(now: float) -> tuple[float, int] | None:
         nonlocal sent
@@ -123,6 +133,12 @@ def closed_loop(
 
     arrivals = deque((0.0, number % len(requests)) for number in range(sent))
     return _Load(target, requests, arrivals, clients, following).run(patience)
+
+
+def possible_connections() -> int:
+    """How many connections this process may open, with some files to spare for the rest of it; 4096 at most."""
+    soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    return 4096 if soft == resource.RLIM_INFINITY else max(1, min(4096, soft - 100))
 
 
 class _Connection:

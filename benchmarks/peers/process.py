@@ -65,7 +65,7 @@ class ServerProcess:
 
 @contextmanager
 def serving(
-    command: Sequence[str], *, port: int, log: Path, environment: Mapping[str, str], cwd: Path, patience: float = 180.0
+    command: Sequence[str], *, port: int, log: Path, environment: Mapping[str, str], cwd: Path, patience: float = 300.0
 ) -> Iterator[ServerProcess]:
     """Runs ``command`` for as long as the block lasts, from when ``port`` takes connections.
 

@@ -108,6 +108,8 @@ def closed_table(medians: Medians) -> str:
 
 def ratio_table(medians: Medians) -> str:
     """The chosen quality against everyone else; a goal that is missed says so."""
+    if not medians.of(FULL, "accuracy"):
+        return ""
     chosen = headline(medians)
     if chosen is None:
         return "No certified quality keeps 99 % of full depth's accuracy.\n"

@@ -108,6 +108,7 @@ def test_the_report_holds_every_table_that_was_measured() -> None:
 
 
 def test_what_was_not_measured_is_left_out() -> None:
+    assert "quality" not in report({"environment": {}, "rows": closed("infinity", 50, 40)})
     found = report({"environment": {}, "rows": closed(FULL, 100, 9)})
     assert "offramp 1" in found
     assert "wrk" not in found

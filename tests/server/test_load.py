@@ -166,6 +166,16 @@ def test_a_server_that_never_answers_is_given_up() -> None:
     assert [one.status for one in found] == [0, 0, 0]
 
 
+def test_with_few_files_allowed_requests_wait_for_a_connection(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("resource.getrlimit", lambda which: (102, 4096))
+    with wire(lambda number, head: OK) as server:
+        found = open_loop(server.target, posts(server.target, 9), [0.0] * 9)
+        assert server.connections <= 2
+        with pytest.raises(LoadError, match="3 clients, but this process may open 2 connections"):
+            closed_loop(server.target, posts(server.target, 1), clients=3, most=3)
+    assert [one.status for one in found] == [200] * 9
+
+
 def test_a_large_body_arrives_whole() -> None:
     body = b'"' + b"a" * 5_000_000 + b'"'
     arrived = 0
