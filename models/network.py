@@ -43,7 +43,8 @@ class ExitOutput:
 class Embeddings(nn.Module):
     def __init__(self, a: Architecture, position_rows: int, dropout: float) -> None:
         super().__init__()
-        self.word = nn.Embedding(a.vocab_size, a.embedding_size)
+        # Its gradient holds the rows of the batch's tokens only: comparing two of them must not cost the vocabulary.
+        self.word = nn.Embedding(a.vocab_size, a.embedding_size, sparse=True)
         self.position = nn.Embedding(position_rows, a.embedding_size)
         self.token_type = nn.Embedding(2, a.embedding_size) if a.uses_token_type_ids else None
         self.norm = nn.LayerNorm(a.embedding_size, eps=a.layer_norm_eps)

@@ -57,6 +57,8 @@ class Processes:
         """Each gradient averaged over the processes, which must agree on which are None."""
         if self.count == 1:
             return list(gradients)
+        # Sparse ones hold other rows in each process.
+        gradients = [g.to_dense() if g is not None and g.is_sparse else g for g in gradients]
         there = [g for g in gradients if g is not None]
         # One message: a network has a hundred small parameters.
         flat = torch.cat([g.flatten() for g in there])

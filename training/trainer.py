@@ -475,16 +475,37 @@ def _gradients(
     """
 
     def gradient(loss: Tensor, *, again: bool = False) -> list[Tensor | None]:
-        return processes.mean(torch.autograd.grad(loss, parameters, retain_graph=again, allow_unused=True))
+        found = torch.autograd.grad(loss, parameters, retain_graph=again, allow_unused=True)
+        return processes.mean([g.coalesce() if g is not None and g.is_sparse else g for g in found])
 
-    if goal.contrastive is None:
-        return gradient(goal.supervised), math.nan
-    if not compare:
-        return gradient(goal.share * goal.supervised + contrast.weight * goal.contrastive), math.nan
+    if goal.contrastive is None or not compare:
+        extra = 0.0 if goal.contrastive is None else contrast.weight * goal.contrastive
+        total = gradient(goal.share * goal.supervised + extra)
+        return [None if g is None else _dense(g, _values(g)) for g in total], math.nan
     first, second = gradient(goal.supervised, again=True), gradient(goal.contrastive)
+    # Both losses saw the same tokens, so sparse gradients of one table have the same rows.
+    rows_first, rows_second = ([None if g is None else _values(g) for g in side] for side in (first, second))
     if goal.gated:
-        return acl_grad(first, second, contrast)
-    return weighted_sum(first, second, goal.share, contrast.weight), angle_between(first, second)
+        combined, angle = acl_grad(rows_first, rows_second, contrast)
+    else:
+        combined = weighted_sum(rows_first, rows_second, goal.share, contrast.weight)
+        angle = angle_between(rows_first, rows_second)
+    there = [b if a is None else a for a, b in zip(first, second, strict=True)]
+    return [
+        None if g is None or like is None else _dense(like, g) for like, g in zip(there, combined, strict=True)
+    ], angle
+
+
+def _values(gradient: Tensor) -> Tensor:
+    """The rows of a (coalesced) sparse gradient, or a dense one as it is."""
+    return gradient.values() if gradient.is_sparse else gradient
+
+
+def _dense(like: Tensor, values: Tensor) -> Tensor:
+    """``values`` as rows of a dense gradient where ``like`` is sparse: AdamW moves every row."""
+    if not like.is_sparse:
+        return values
+    return values.new_zeros(like.shape).index_copy_(0, like.indices()[0], values)
 
 
 def _end_epoch(

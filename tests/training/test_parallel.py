@@ -1,6 +1,7 @@
 """Several processes take the steps that one would take on the whole batch."""
 
 import csv
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -16,13 +17,12 @@ from training.parallel import Processes
 
 
 def launch(folder: Path, what: str) -> int:
-    """``accelerate launch`` on two CPU processes (gloo); returns the exit code."""
-    command = [sys.executable, "-m", "accelerate.commands.launch", "--cpu", "--num_processes", "2"]
-    command += ["--num_machines", "1", "--num_cpu_threads_per_process", "1", "--mixed_precision", "no"]
-    command += ["--dynamo_backend", "no", "--main_process_port", "0"]
+    """Two CPU processes (gloo), as ``accelerate launch`` starts one for each GPU; returns the exit code."""
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2"]
     command += ["-m", "tests.training.two_processes", str(folder), what]
+    environment = {**os.environ, "ACCELERATE_USE_CPU": "true", "OMP_NUM_THREADS": "1"}
     here = Path(__file__).parents[2]
-    return subprocess.run(command, cwd=here, check=False, capture_output=True, timeout=900).returncode
+    return subprocess.run(command, cwd=here, env=environment, check=False, capture_output=True, timeout=900).returncode
 
 
 @pytest.fixture(scope="module")

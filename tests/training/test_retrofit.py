@@ -94,7 +94,7 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A retrofitted tiny BERT; its folder holds ``classifier/``, ``texts.txt`` and ``run/``."""
     folder = tmp_path_factory.mktemp("retrofit")
     tiny_classifier(folder / "classifier", "bert")
-    (folder / "texts.txt").write_text("\n".join([*texts(400), "", "  "]), encoding="utf-8")
+    (folder / "texts.txt").write_text("\n".join([*texts(600), "", "  "]), encoding="utf-8")
     assert run(command(folder, "run")) == 0
     return folder
 
@@ -102,7 +102,7 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def command(folder: Path, output: str, *more: str) -> list[str]:
     return [
         *("retrofit", str(folder / "classifier"), "--texts", str(folder / "texts.txt")),
-        *("--output", str(folder / output), "--epochs", "3", "--batch-size", "32", "--threads", "1", *more),
+        *("--output", str(folder / output), "--epochs", "10", "--learning-rate", "1e-2", "--threads", "1", *more),
     ]
 
 
@@ -122,9 +122,9 @@ def test_scores_are_agreement_and_that_of_the_last_exit_is_perfect(made: Path) -
     assert set(exits[0].metrics) == {"agreement"}
     assert exits[-1].metrics["agreement"] == 1.0
     answers = [json.loads(row)["label"] for row in (made / "run" / "answers.jsonl").read_text().splitlines()]
-    assert len(answers) == 400
+    assert len(answers) == 600
     most = max(answers.count(label) for label in set(answers)) / len(answers)
-    assert exits[-2].metrics["agreement"] > most
+    assert exits[-2].metrics["agreement"] > most + 0.05
 
 
 def test_the_card_says_whose_answers_they_are(made: Path) -> None:

@@ -652,8 +652,8 @@ def test_a_contrastive_loss_that_is_not_a_number_ends_training_too(
 ) -> None:
     real = training.trainer.objective
 
-    def poisoned(*arguments: Any) -> Any:
-        goal = real(*arguments)
+    def poisoned(*arguments: Any, **options: Any) -> Any:
+        goal = real(*arguments, **options)
         return replace(goal, contrastive=goal.contrastive * math.nan)
 
     monkeypatch.setattr(training.trainer, "objective", poisoned)

@@ -1,4 +1,4 @@
-"""What test_parallel.py starts with ``accelerate launch``: toy runs, one process or several.
+"""What test_parallel.py starts: toy runs, one process or several.
 
 ``python -m tests.training.two_processes FOLDER whole|killed|resumed``
 """
