@@ -24,10 +24,14 @@ def test_whatever_the_document_allows_or_forbids_gets_an_answer_that_it_describe
     schema = schemathesis.openapi.from_url(f"{server.url}/openapi.json")
     operations = [result.ok() for result in schema.get_all_operations()]
     assert len(operations) > 12
+    if mode.is_negative:
+        # A route that takes nothing has nothing to get wrong.
+        operations = [operation for operation in operations if operation.body]
+        assert len(operations) >= 4
     for operation in operations:
 
         @settings(
-            max_examples=15,
+            max_examples=10,
             deadline=None,
             phases=[Phase.explicit, Phase.generate],
             suppress_health_check=list(HealthCheck),
