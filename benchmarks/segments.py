@@ -1,10 +1,11 @@
 """What a text costs until each exit, on this machine: times of the exported segments with random MiniLM-L6 weights.
 
-    python benchmarks/segments.py --exits 0:peek,1:peek,3:peek,5:peek --precision int8 --batch 1 --tokens 25
+    PYTHONPATH=. python benchmarks/segments.py --exits 0:peek,1:peek,3:peek,6:attention --lengths 128,20,30,60
 
-prints, for each exit, the milliseconds until its logits are there (lower quartile of the runs; wall clock, and CPU time
-of all threads, which is the one to compare on a busy machine). ``--operators`` adds where a run of all segments spends
-its time, by operator, as ONNX Runtime's profiler sees it (it adds some microseconds to each).
+prints, for the texts padded and packed and for each exit, milliseconds until its logits are there (lower quartile of
+the runs; wall clock, and CPU time of all threads, which is the one to compare on a busy machine). ``--operators`` adds
+where runs of all segments spend their time, by operator, as ONNX Runtime's profiler sees it (it adds some microseconds
+to each).
 """
 
 import argparse
@@ -21,6 +22,8 @@ import onnxruntime
 from models.architecture import Architecture, ExitSpec
 from models.bundle import segment_io, state_names
 from training.graphs import Weights, build_segments, weight_shapes
+
+WARM_UP = 5
 
 
 def minilm(exits: str) -> Architecture:
@@ -77,6 +80,29 @@ def run(
     return taken
 
 
+def padded(lengths: list[int], vocabulary: int) -> dict[str, Any]:
+    """Inputs of segment 1 for texts of these ``lengths`` of random ids, a row for each."""
+    shape = (len(lengths), max(lengths))
+    positions = np.broadcast_to(np.arange(shape[1]), shape)
+    return {
+        "input_ids": np.random.default_rng(0).integers(1, vocabulary, shape),
+        "attention_mask": (positions < np.array(lengths)[:, None]).astype(np.int64),
+        "position_ids": np.ascontiguousarray(positions),
+        "token_type_ids": np.zeros(shape, np.int64),
+    }
+
+
+def packed(lengths: list[int], vocabulary: int) -> dict[str, Any]:
+    """The same side by side in one row."""
+    tokens = sum(lengths)
+    return {
+        "input_ids": np.random.default_rng(0).integers(1, vocabulary, (1, tokens)),
+        "attention_mask": np.repeat(np.arange(1, len(lengths) + 1), lengths)[None],
+        "position_ids": np.concatenate([np.arange(length) for length in lengths])[None],
+        "token_type_ids": np.zeros((1, tokens), np.int64),
+    }
+
+
 def operators(sessions: list[onnxruntime.InferenceSession], runs: int) -> Counter[str]:
     """Microseconds per run by operator type."""
     spent: Counter[str] = Counter()
@@ -91,39 +117,35 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else "")
     parser.add_argument("--exits", default="0:peek,1:peek,2:peek,3:peek,5:peek", help="after_layer:head, ...")
     parser.add_argument("--precision", choices=["fp32", "int8"], default="int8")
-    parser.add_argument("--batch", type=int, default=1, help="texts, all of --tokens tokens")
-    parser.add_argument("--tokens", type=int, default=25)
-    parser.add_argument("--packed", action="store_true", help="the batch side by side in one row")
+    parser.add_argument("--lengths", default="25", help="tokens of each text of the batch, as 25,25,12")
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--runs", type=int, default=50)
     parser.add_argument("--operators", action="store_true", help="profile the runs")
     options = parser.parse_args()
 
     architecture = minilm(options.exits)
-    ids = np.random.default_rng(0).integers(1, architecture.vocab_size, (options.batch, options.tokens))
-    numbers = np.tile(np.arange(options.batch)[:, None] + 1 if options.packed else np.int64(1), (1, options.tokens))
-    feed = {
-        "input_ids": ids,
-        "attention_mask": np.broadcast_to(numbers, ids.shape),
-        "position_ids": np.broadcast_to(np.arange(options.tokens), ids.shape),
-        "token_type_ids": np.zeros_like(ids),
-    }
-    shape = (1, -1) if options.packed else ids.shape
-    feed = {name: np.ascontiguousarray(array).reshape(shape) for name, array in feed.items()}
+    lengths = [int(length) for length in options.lengths.split(",")]
+    feeds = {"padded": padded(lengths, architecture.vocab_size), "packed": packed(lengths, architecture.vocab_size)}
     with tempfile.TemporaryDirectory() as folder:
         paths = build_segments(architecture, random_weights(architecture), options.precision, Path(folder))
         print(
             f"{options.precision}: {sum(path.stat().st_size for path in paths) / 1e6:.1f} MB in {len(paths)} segments"
         )
         sessions = open_segments(paths, options.threads, f"{folder}/profile" if options.operators else None)
-        for _ in range(5):
-            run(architecture, sessions, feed)
-        taken = np.array([run(architecture, sessions, feed) for _ in range(options.runs)])
-        until = 1e3 * np.cumsum(np.quantile(taken, 0.25, axis=0), axis=0)
-        for spec, (wall, cpu) in zip(architecture.exits, until, strict=True):
-            print(f"exit {spec.number} ({spec.head} after layer {spec.after_layer}): {wall:7.2f} ms, CPU {cpu:7.2f} ms")
+        taken: dict[str, list[Any]] = {layout: [] for layout in feeds}
+        # Alternating, so that a busy minute of the machine falls on both.
+        for number in range(WARM_UP + options.runs):
+            for layout, feed in feeds.items():
+                seconds = run(architecture, sessions, feed)
+                if number >= WARM_UP:
+                    taken[layout].append(seconds)
+        for layout, found in taken.items():
+            until = 1e3 * np.cumsum(np.quantile(np.array(found), 0.25, axis=0), axis=0)
+            for spec, (wall, cpu) in zip(architecture.exits, until, strict=True):
+                name = f"{layout}, exit {spec.number} ({spec.head} after layer {spec.after_layer})"
+                print(f"{name:38} {wall:7.2f} ms, CPU {cpu:7.2f} ms")
         if options.operators:
-            spent = operators(sessions, options.runs + 5)
+            spent = operators(sessions, len(feeds) * (WARM_UP + options.runs))
             for name, microseconds in spent.most_common(15):
                 print(f"  {name:24} {microseconds:8.0f} us  {100 * microseconds / spent.total():5.1f} %")
 

@@ -11,8 +11,7 @@ to be right (docs/decisions/0006).
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from enum import IntEnum
-from typing import Literal
+from typing import Any, Literal, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -27,6 +26,7 @@ MOST_AGREEMENT = 1 - 1e-9
 Floats = NDArray[np.float64]
 Ints = NDArray[np.int64]
 Bools = NDArray[np.bool_]
+IntOrInts = TypeVar("IntOrInts", int, NDArray[np.int64])
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,12 +80,10 @@ def softmax(logits: NDArray[np.floating], temperature: float | Floats = 1.0) -> 
 
 def normalised_entropy(probabilities: Floats) -> Floats:
     """Entropy ``[...]`` of ``probabilities [..., K]`` divided by log K: 0 is certain, 1 is uniform."""
-    classes = probabilities.shape[-1]
-    with np.errstate(divide="ignore", invalid="ignore"):
-        terms = np.where(probabilities > 0, probabilities * np.log(probabilities), 0.0)
-    terms = np.where(np.isnan(probabilities), np.nan, terms)
+    # 0 log 0 is 0: 0 times the logarithm of anything positive.
+    terms = probabilities * np.log(np.where(probabilities == 0, 1.0, probabilities))
     # Rounding can leave -1e-17 at a certain answer, or a hair over 1 at a uniform one.
-    return np.clip(-terms.sum(axis=-1) / np.log(classes), 0.0, 1.0)
+    return np.minimum(np.maximum(-terms.sum(axis=-1) / np.log(probabilities.shape[-1]), 0.0), 1.0)
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,72 +101,64 @@ class Verdict:
 
 
 def judge(logits: NDArray[np.floating], temperature: float, agreement_temperature: float) -> Verdict:
-    """Turns an exit's ``logits [B, K]`` into a :class:`Verdict`; the temperatures are the exit's own."""
+    """Turns an exit's ``logits [B, K]`` into a :class:`Verdict`; the temperatures are the exit's own.
+
+    Once for every micro-batch, so its count of NumPy calls is its cost; rows that are not finite are the rare case.
+    """
     raw = np.asarray(logits, dtype=np.float64)
     finite = np.asarray(np.isfinite(raw).all(axis=-1))
-    known = np.where(finite[..., None], raw, np.nan)
-    probabilities = softmax(known, temperature)
+    whole = bool(finite.all())
+    if not whole:
+        raw = np.where(finite[..., None], raw, 0.0)
+    probabilities = softmax(raw, temperature)
     # argmax of the logits, not of the probabilities: two probabilities can round to the same number.
-    labels = np.where(finite, np.argmax(np.where(finite[..., None], raw, 0.0), axis=-1), -1).astype(np.int64)
-    agreement = np.minimum(_largest(softmax(known, agreement_temperature)), MOST_AGREEMENT)
-    return Verdict(probabilities, labels, _largest(probabilities), normalised_entropy(probabilities), agreement, finite)
+    labels = raw.argmax(axis=-1)
+    confidence, entropy = probabilities.max(axis=-1), normalised_entropy(probabilities)
+    agreement = np.minimum(softmax(raw, agreement_temperature).max(axis=-1), MOST_AGREEMENT)
+    if not whole:
+        probabilities[~finite] = confidence[~finite] = entropy[~finite] = agreement[~finite] = np.nan
+        labels[~finite] = -1
+    return Verdict(probabilities, labels, confidence, entropy, agreement, finite)
 
 
-def _largest(probabilities: Floats) -> Floats:
-    """Largest probability ``[B]`` of ``probabilities [B, K]``; NaN for a row of NaN."""
-    return np.asarray(probabilities.max(axis=-1))
+def agree(labels: IntOrInts, previous_labels: IntOrInts, streak: IntOrInts) -> IntOrInts:
+    """Patience counter after this exit: one more where the label is the one of the exit before, else 0.
 
-
-def agree(labels: Ints, previous_labels: Ints, streak: Ints) -> Ints:
-    """Patience counter ``[B]`` after this exit: one more where the label is the one of the exit before, else 0.
-
-    ``previous_labels`` is -1 before the first exit (and after an exit whose logits were not finite).
+    For one text, or for ``[B]`` of them. ``previous_labels`` is -1 before the first exit (and after an exit whose
+    logits were not finite).
     """
-    return np.where((labels == previous_labels) & (labels >= 0), streak + 1, 0).astype(np.int64)
+    return (streak + 1) * ((labels == previous_labels) & (labels >= 0))
 
 
-class _Code(IntEnum):
-    AGREEMENT = 0
-    CONFIDENCE = 1
-    ENTROPY = 2
-    PATIENCE = 3
+def _met(policy: Policy, agreement: Any, confidence: Any, entropy: Any, streak: Any) -> Any:
+    """The rule itself: whether a policy's criterion is met, by what an exit says of one text or of an array of them.
 
-
-_CODES: dict[str, _Code] = {code.name.lower(): code for code in _Code}
-
-
-def _met(code: Ints, threshold: Floats, said: "Verdict | Judged", streak: Ints) -> Bools:
-    """The rule itself: whether a criterion (as ``code``) is met at ``threshold`` by what an exit said."""
-    with np.errstate(invalid="ignore"):
-        by_code = np.select(
-            [code == _Code.AGREEMENT, code == _Code.CONFIDENCE, code == _Code.ENTROPY],
-            [said.agreement >= threshold, said.confidence >= threshold, said.entropy <= threshold],
-            default=streak >= threshold,
-        )
-    return np.asarray(by_code, dtype=np.bool_) & said.finite
-
-
-def sure(verdict: Verdict, streak: Ints, policies: Sequence[Policy]) -> Bools:
-    """Which rows ``[B]`` their own policy calls sure enough, min and max exit left aside. NaN is never sure."""
-    code = np.fromiter((_CODES[p.criterion] for p in policies), dtype=np.int64, count=len(policies))
-    threshold = np.fromiter((p.threshold for p in policies), dtype=np.float64, count=len(policies))
-    return _met(code, threshold, verdict, streak)
+    Comparisons with NaN, which is what is said of logits that are not finite, are false; their streak is 0.
+    """
+    if policy.criterion == "agreement":
+        return agreement >= policy.threshold
+    if policy.criterion == "confidence":
+        return confidence >= policy.threshold
+    if policy.criterion == "entropy":
+        return entropy <= policy.threshold
+    return streak >= policy.threshold
 
 
 def decide(
-    verdict: Verdict, streak: Ints, policies: Sequence[Policy], exit_number: int, last_exit: int
+    verdict: Verdict, streak: Sequence[int] | Ints, policies: Sequence[Policy], exit_number: int, last_exit: int
 ) -> list[Reason | None]:
     """For each row the reason to leave at ``exit_number``, or ``None`` to go on.
 
     ``final`` at the last exit; the criterion's own name where it is met at or after ``min_exit``; ``max_exit`` where
     only that limit ends the way. A ``min_exit`` beyond the last exit still leaves at the last one.
     """
-    met = sure(verdict, streak, policies)
+    if exit_number >= last_exit:
+        return ["final"] * len(policies)
     reasons: list[Reason | None] = []
-    for row, policy in enumerate(policies):
-        if exit_number >= last_exit:
-            reasons.append("final")
-        elif met[row] and exit_number >= policy.min_exit:
+    # Row by row on Python's own numbers: micro-batches are small, and mixed policies would take ten NumPy calls.
+    said = zip(verdict.agreement.tolist(), verdict.confidence.tolist(), verdict.entropy.tolist(), streak, strict=True)
+    for policy, row in zip(policies, said, strict=True):
+        if exit_number >= policy.min_exit and _met(policy, *row):
             reasons.append(policy.criterion)
         elif policy.max_exit is not None and exit_number >= policy.max_exit:
             reasons.append("max_exit")
@@ -224,12 +214,7 @@ def leave_at(judged: Judged, policy: Policy) -> Ints:
     The offline twin of :func:`decide`, for calibration: the same rule, all exits and texts at once.
     """
     exits = judged.labels.shape[0]
-    leave = _met(
-        np.asarray(int(_CODES[policy.criterion])),
-        np.asarray(policy.threshold),
-        judged,
-        judged.streak,
-    )
+    leave = _met(policy, judged.agreement, judged.confidence, judged.entropy, judged.streak)
     leave[: policy.min_exit - 1] = False
     if policy.max_exit is not None:
         leave[policy.max_exit - 1 :] = True

@@ -14,6 +14,8 @@ from server.api.depth import calibrated_shares
 from server.config import Settings, StartError
 from server.cpus import cpu_allowance, split_cpus
 from server.engine.engine import Engine
+from server.engine.latency import LatencyTable
+from server.engine.order import ORDERS
 from server.engine.runner import Runner
 from server.metrics import Metrics, ModelMetrics
 
@@ -30,6 +32,8 @@ class ServedModel:
     workers: int
     threads: int
     max_tokens: int
+    lone_threads: int
+    latency: LatencyTable | None
     engine: Engine
     metrics: ModelMetrics
 
@@ -102,13 +106,20 @@ def _serve(settings: Settings, bundle: Bundle, metrics: Metrics) -> ServedModel:
     precision = settings.precision or manifest.default_precision
     if precision not in manifest.precisions:
         raise StartError(f"{bundle.path}: no graphs in precision {precision}; it has {', '.join(manifest.precisions)}")
-    workers, threads = split_cpus(cpu_allowance(), settings.workers, settings.threads)
+    cpus = cpu_allowance()
+    workers, threads = split_cpus(cpus, settings.workers, settings.threads)
     runner = Runner(bundle, precision=precision, device=settings.device, threads=threads)
     on_cpu = runner.device == "cpu"
     if not on_cpu and settings.workers is None:
         workers = 1  # one stream per session: a second worker would only wait for the first
     budget = settings.max_batch_tokens or (512 if on_cpu else 8192)
     runner.warm_up(budget, settings.max_batch_texts)
+    latency = None
+    if settings.measure_seconds > 0:
+        latency = runner.measure(budget, settings.max_batch_texts, settings.measure_seconds)
+        table = "\n".join("  ".join(cell.rjust(9) for cell in row) for row in latency.rows())
+        logger.info("%s: milliseconds of a run\n%s", manifest.name, table)
+    _choose_lone_threads(runner, settings, cpus)
     calibration = bundle.calibration.precisions[precision]
     tiers = tuple(sorted({tier.quality for tier in calibration.certified}, reverse=True))
     observer = metrics.for_model(manifest.name, manifest.architecture, tiers)
@@ -123,6 +134,8 @@ def _serve(settings: Settings, bundle: Bundle, metrics: Metrics) -> ServedModel:
         max_queue=settings.max_queue,
         max_batch_tokens=budget,
         max_batch_texts=settings.max_batch_texts,
+        latency=latency,
+        order=ORDERS[settings.order],
     )
     for quality in (1.0, *tiers):
         shares = calibrated_shares(calibration, quality, exits=len(manifest.architecture.exits))
@@ -146,14 +159,15 @@ def _serve(settings: Settings, bundle: Bundle, metrics: Metrics) -> ServedModel:
             names,
         )
     logger.info(
-        "%s %s: %s on %s, %d workers with %d threads, %d exits",
+        "%s %s: %s on %s, %d exits, %d workers with %d threads (%d for a run alone)",
         manifest.name,
         manifest.version,
         precision,
         runner.device,
+        len(manifest.architecture.exits),
         workers,
         threads,
-        len(manifest.architecture.exits),
+        runner.lone_threads,
     )
     return ServedModel(
         bundle=bundle,
@@ -162,6 +176,17 @@ def _serve(settings: Settings, bundle: Bundle, metrics: Metrics) -> ServedModel:
         workers=workers,
         threads=threads,
         max_tokens=encoder.max_length,
+        lone_threads=runner.lone_threads,
+        latency=latency,
         engine=engine,
         metrics=observer,
     )
+
+
+def _choose_lone_threads(runner: Runner, settings: Settings, cpus: int) -> None:
+    if settings.lone_threads is not None:
+        runner.widen(settings.lone_threads)
+    elif runner.device == "cpu" and settings.measure_seconds > 0:
+        measured = runner.fit_lone_threads(min(cpus, 8))
+        table = ", ".join(f"{seconds * 1000:.2f} ms on {threads}" for threads, seconds in measured.items())
+        logger.info("a text alone, by threads: %s", table)

@@ -45,14 +45,37 @@ class Settings(BaseSettings):
         default=None, ge=1, le=1024, description="threads that run segments; none fits them to the CPU allowance"
     )
     threads: int | None = Field(
-        default=None, ge=1, le=1024, description="CPU threads inside one run; none fits them to the CPU allowance"
+        default=None,
+        ge=1,
+        le=1024,
+        description="CPU threads inside one run while others run; none fits them to the CPU allowance",
+    )
+    lone_threads: int | None = Field(
+        default=None,
+        ge=1,
+        le=1024,
+        description="CPU threads inside a run that has the machine to itself (where that is more than threads, a "
+        "second set of sessions); none measures what helps, up to 8",
+    )
+    measure_seconds: float = Field(
+        default=1.0,
+        ge=0,
+        le=600,
+        allow_inf_nan=False,
+        description="about how long the start may measure how long runs take, per model; from it deadlines that cannot "
+        "be met are known. 0 measures nothing",
     )
     max_batch_tokens: int | None = Field(
         default=None,
         ge=1,
         le=1_048_576,
-        description="tokens of one micro-batch, padding included (a longer single text runs alone); "
+        description="tokens of one micro-batch (a longer single text runs alone); "
         "none means 512 on the CPU and 8192 on CUDA",
+    )
+    order: Literal["oldest", "deepest", "gittins", "fullest"] = Field(
+        default="oldest",
+        description="which texts a free worker takes first: the oldest, those furthest on, where most answers a second "
+        "are expected, or the largest micro-batch; none lets a text starve",
     )
     max_batch_texts: int = Field(default=32, ge=1, le=4096, description="texts of one micro-batch")
 

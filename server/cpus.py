@@ -8,6 +8,9 @@ import math
 import os
 from pathlib import Path
 
+# Between two runs a worker holds Python's lock for about 0.1 ms, and a run takes 0.5 ms or more (docs/decisions/0008).
+MOST_WORKERS = 16
+
 
 def cpu_allowance(cgroup_root: Path = Path("/sys/fs/cgroup"), self_cgroup: Path = Path("/proc/self/cgroup")) -> int:
     """Whole CPUs that this process may use, at least 1: its affinity, or its cgroup quota (rounded up) if less."""
@@ -17,15 +20,15 @@ def cpu_allowance(cgroup_root: Path = Path("/sys/fs/cgroup"), self_cgroup: Path 
 
 
 def split_cpus(cpus: int, workers: int | None, threads: int | None) -> tuple[int, int]:
-    """``(workers, threads)`` for ``cpus`` CPUs; what is given is kept, the rest fits into the allowance.
+    """``(workers, threads)`` under load for ``cpus`` CPUs; what is given is kept, the rest fits into the allowance.
 
-    Two threads inside a run take a lone request through in 10.3 ms where one takes 17.0 (design.md section 5), so the
-    default is two threads a run and as many workers as that leaves room for.
+    One thread per worker: 8 to 12 % more texts a second than half as many workers with two threads each (design.md
+    section 5). More workers than ``MOST_WORKERS`` would wait for Python's lock, so then their runs get more threads.
     """
-    if threads is None:
-        threads = max(1, min(2, cpus // workers if workers else cpus))
     if workers is None:
-        workers = max(1, cpus // threads)
+        workers = max(1, cpus // threads) if threads else min(cpus, MOST_WORKERS)
+    if threads is None:
+        threads = max(1, cpus // workers)
     return workers, threads
 
 

@@ -23,7 +23,7 @@ CONFIDENCES = (0.5, 0.6, 0.7, 0.8, 0.85, 0.9, 0.925, 0.95, 0.97, 0.98, 0.99, 0.9
 
 CLASSIFY_ROUTES = ("/classify", "/predict", "/", "/v2/models/{model}/infer")
 CLASSIFY_CODES = (200, 400, 408, 413, 422, 429, 499, 500, 503, 504)
-REJECTIONS = ("queue_full", "concurrency", "deadline", "not_running")
+REJECTIONS = ("queue_full", "concurrency", "late", "deadline", "not_running")
 UNMATCHED = "unmatched"
 
 

@@ -4,6 +4,7 @@ Only what option types need is imported up here: each command imports its side o
 `offramp --help` stays quick and works where torch is not installed.
 """
 
+import inspect
 import json
 import math
 import re
@@ -19,7 +20,7 @@ if TYPE_CHECKING:
 
 commands = typer.Typer()
 
-MethodName = Literal["ce", "jt", "acl-cl"]
+MethodName = Literal["ce", "ce+scl", "acl", "jt", "2st", "alt", "jt+scl", "acl-embed", "acl-cl"]
 HeadName = Literal["cls", "mean", "attention", "peek"]
 TextColumn = Annotated[str, typer.Option(help="column of the text")]
 PairColumn = Annotated[str | None, typer.Option(help="column of the second text, for pairs")]
@@ -58,7 +59,7 @@ def _recipe(context: typer.Context, path: Path | None) -> Path | None:
 @commands.command()
 def train(
     output: Annotated[Path, typer.Option(help="folder of this run: checkpoint, logs, and at the end bundle/")],
-    task: Annotated[str | None, typer.Option(help="a known task: sst2")] = None,
+    task: Annotated[str | None, typer.Option(help="a task of GLUE: cola, sst2, mrpc, qqp, mnli, qnli or rte")] = None,
     data_dir: Annotated[Path | None, typer.Option(help="with --task: folder with its files in GLUE's layout")] = None,
     train_file: Annotated[Path | None, typer.Option(help="your own texts: .csv, .tsv or .jsonl")] = None,
     eval_file: Annotated[
@@ -87,16 +88,26 @@ def train(
         HeadName | None, typer.Option(help="another head for the last exit, after the whole encoder")
     ] = None,
     max_length: Annotated[int, typer.Option(help="tokens of a text, special tokens included", min=3)] = 128,
-    epochs: Annotated[int, typer.Option(help="passes over the training split")] = 3,
-    batch_size: Annotated[int, typer.Option(help="texts of a batch")] = 64,
+    epochs: Annotated[int, typer.Option(help="passes over the training split, in each stage of the method")] = 3,
+    batch_size: Annotated[int, typer.Option(help="texts of a batch, over all processes")] = 64,
     learning_rate: Annotated[float, typer.Option(help="peak rate; falls linearly to 0")] = 8e-5,
     head_learning_rate_factor: Annotated[float, typer.Option(help="times that rate for the exits' own weights")] = 5.0,
     contrast_weight: Annotated[float, typer.Option(help="λ: weight of the contrastive loss")] = 0.2,
     contrast_temperature: Annotated[float, typer.Option(help="τ: temperature of the contrastive loss")] = 0.3,
     max_angle: Annotated[float, typer.Option(help="θ in degrees: beyond it a batch drops the contrastive loss")] = 90.0,
     angle_every: Annotated[int, typer.Option(help="compare the gradients on every n-th batch only")] = 1,
+    exit_weights: Annotated[
+        Literal["uniform", "depth"], typer.Option(help="of the exits' cross-entropies: all alike, or rising with depth")
+    ] = "uniform",
+    distillation_weight: Annotated[
+        float, typer.Option(help="weight of the divergence from the deepest exit, added to any method [0: none]")
+    ] = 0.0,
+    distillation_temperature: Annotated[float, typer.Option(help="T: softens both sides of that divergence")] = 2.0,
+    freeze_embeddings: Annotated[
+        bool, typer.Option("--freeze-embeddings", help="keep the embeddings as pretrained: quicker steps")
+    ] = False,
     early_stop: Annotated[
-        int | None, typer.Option(help="stop after so many epochs without a better validation score")
+        int | None, typer.Option(help="end a stage after so many epochs without a better validation score")
     ] = None,
     keep: Annotated[
         Literal["best", "last"],
@@ -120,16 +131,84 @@ def train(
     """Train, evaluate, export and calibrate: one command from labelled texts to a servable bundle."""
     values = {k: v for k, v in locals().items() if k not in ("recipe", "resume", "as_json", "output")}
     from training import pipeline
+    from training.parallel import launched_rank
 
     settings = _settings(values, output)
     if values["threads"] is not None:
         import torch
 
         torch.set_num_threads(int(values["threads"]))
-    with _progress(settings.training.epochs) as observer:
+    # Of several processes one reports.
+    if launched_rank() > 0:
+        pipeline.run(settings, output, resume=resume)
+        return
+    with _progress(settings.training.all_epochs) as observer:
         try:
             bundle = pipeline.run(settings, output, resume=resume, observer=observer)
         except pipeline.PipelineError as error:
+            raise UsageError(str(error)) from error
+    assert bundle is not None
+    _tell(bundle.path, as_json=as_json)
+
+
+@commands.command()
+def retrofit(
+    model: Annotated[str, typer.Argument(help="fine-tuned sequence classifier of transformers: hub name or folder")],
+    texts: Annotated[Path, typer.Option(help="unlabelled texts like those it will meet, one a line")],
+    output: Annotated[Path, typer.Option(help="folder of this run: answers, logs, and at the end bundle/")],
+    pairs: Annotated[bool, typer.Option("--pairs", help="lines are pairs: a tab separates the two texts")] = False,
+    labels: Annotated[
+        str | None, typer.Option(help="names for its classes in its order, as negative,positive [default: its own]")
+    ] = None,
+    calibration_size: Annotated[
+        int | None, typer.Option(help="texts held out to certify [default: 20 %, at most 2000]")
+    ] = None,
+    validation_size: Annotated[
+        int | None, typer.Option(help="texts held out to pick the exits [default: 10 %, at most 1000]")
+    ] = None,
+    head: Annotated[HeadName, typer.Option(help="what the new exits read")] = "peek",
+    exits: Annotated[
+        str | None, typer.Option(help="exits after these many whole layers, as 0,1,2 [default: after every layer]")
+    ] = None,
+    max_length: Annotated[
+        int, typer.Option(help="tokens of a text, special tokens included; at most what the model has", min=3)
+    ] = 512,
+    epochs: Annotated[int, typer.Option(help="passes over the texts")] = 5,
+    batch_size: Annotated[int, typer.Option(help="texts of a batch")] = 64,
+    learning_rate: Annotated[float, typer.Option(help="peak rate; falls linearly to 0")] = 1e-3,
+    distillation_weight: Annotated[
+        float, typer.Option(help="weight of the divergence from the classifier's probabilities, beside its answers")
+    ] = 1.0,
+    distillation_temperature: Annotated[float, typer.Option(help="T: softens both sides of that divergence")] = 2.0,
+    exit_weights: Annotated[
+        Literal["uniform", "depth"], typer.Option(help="of the exits' cross-entropies: all alike, or rising with depth")
+    ] = "uniform",
+    seed: Annotated[int, typer.Option(help="of the splits, the heads and the order")] = 0,
+    threads: Annotated[int | None, typer.Option(help="CPU threads [default: torch's choice]", min=1)] = None,
+    precisions: Annotated[str, typer.Option(help="graphs to export, as fp32,int8")] = "fp32,int8",
+    name: Annotated[str | None, typer.Option(help="of the bundle [default: the output folder's]")] = None,
+    version: Annotated[str, typer.Option(help="of the bundle")] = "1",
+    licence: Annotated[str, typer.Option(help="of the bundle, for its model card")] = "not stated",
+    resume: Annotated[bool, typer.Option("--resume", help="go on with the run in --output")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="print a summary as JSON at the end")] = False,
+) -> None:
+    """Add exits to a finished classifier: its weights stay, no labels are needed, its last exit gives its logits."""
+    values = {k: v for k, v in locals().items() if k in inspect.signature(train).parameters}
+    from training.pipeline import PipelineError
+    from training.retrofit import retrofit as make_retrofit
+
+    defaults = {n: p.default for n, p in inspect.signature(train).parameters.items() if n != "output"}
+    ours = {"backbone": model, "method": "exits-only", "head_learning_rate_factor": 1.0, "metric": "agreement"}
+    settings = _settings({**defaults, **values, **ours}, output)
+    if threads is not None:
+        import torch
+
+        torch.set_num_threads(threads)
+    names = None if labels is None else [part.strip() for part in labels.split(",")]
+    with _progress(settings.training.all_epochs) as observer:
+        try:
+            bundle = make_retrofit(settings, texts, output, pairs=pairs, labels=names, resume=resume, observer=observer)
+        except PipelineError as error:
             raise UsageError(str(error)) from error
     _tell(bundle.path, as_json=as_json)
 
@@ -214,7 +293,7 @@ def calibrate(
 def sweep(
     output: Annotated[Path, typer.Option(help="folder of the grid; finished runs in it are kept")],
     data_dir: Annotated[Path, typer.Option(help="folder with the task's files in GLUE's layout")],
-    task: Annotated[str, typer.Option(help="a known task: sst2")] = "sst2",
+    task: Annotated[str, typer.Option(help="a task of GLUE: cola, sst2, mrpc, qqp, mnli, qnli or rte")] = "sst2",
     methods: Annotated[str, typer.Option(help="as jt,acl-cl")] = "jt,acl-cl",
     heads: Annotated[str, typer.Option(help="as mean,peek")] = "mean,peek",
     seeds: Annotated[str, typer.Option(help="as 0,1,2")] = "0,1,2",
@@ -260,7 +339,7 @@ def _numbers(option: str, text: str) -> list[int]:
 
 def _settings(values: Mapping[str, Any], output: Path) -> "RunSettings":
     """Options of ``train`` as run settings; a bad one is wrong usage that names it."""
-    from training.methods import Contrast
+    from training.methods import Contrast, Distillation
     from training.pipeline import DataSettings, RunSettings
     from training.trainer import TrainingSettings
 
@@ -298,6 +377,9 @@ def _settings(values: Mapping[str, Any], output: Path) -> "RunSettings":
                 head_learning_rate_factor=values["head_learning_rate_factor"],
                 contrast=Contrast(values["contrast_weight"], values["contrast_temperature"], values["max_angle"]),
                 angle_every=values["angle_every"],
+                distillation=Distillation(values["distillation_weight"], values["distillation_temperature"]),
+                exit_weights=values["exit_weights"],
+                freeze_embeddings=values["freeze_embeddings"],
                 seed=values["seed"],
                 stop_after=values["early_stop"],
                 keep=values["keep"],

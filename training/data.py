@@ -6,7 +6,7 @@ import math
 import re
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import numpy as np
@@ -62,9 +62,18 @@ _SURROGATE = re.compile("[\ud800-\udfff]")
 
 
 def read_table(
-    path: str | Path, text_column: str = "text", label_column: str = "label", pair_column: str | None = None
+    path: str | Path,
+    text_column: str = "text",
+    label_column: str = "label",
+    pair_column: str | None = None,
+    *,
+    header: Sequence[str] | None = None,
+    drop_broken: bool = False,
 ) -> Table:
     """Reads .csv, .tsv (GLUE's layout: quotes are literal) or .jsonl with named columns.
+
+    ``header`` names the columns of a .csv or .tsv that has no header row. ``drop_broken`` leaves out its rows of too
+    few or too many cells, or with an empty text or label, which are an error otherwise.
 
     Labels become their text, without outer spaces; JSON's numbers and booleans become what JSON writes (``1``, ``1.0``,
     ``true``). Raises :class:`DataError` naming the file and the row for a missing column, an empty file, text that is
@@ -76,9 +85,11 @@ def read_table(
     if twice:
         raise DataError(f"{path}: column {twice[0]!r} cannot be two of text, pair and label")
     examples: list[Example] = []
-    for row, record in _records(path, columns):
+    for row, record in _records(path, columns, header, drop_broken=drop_broken):
         text, label = record[text_column], record[label_column]
         pair = record[pair_column] if pair_column is not None else None
+        if drop_broken and not all(v is None or str(v).strip() for v in (text, pair, label)):
+            continue
         for name, value in ((text_column, text), (pair_column, pair)):
             if name is not None and (not isinstance(value, str) or not value.strip()):
                 kind = "is empty" if value is None or isinstance(value, str) else "is not a string"
@@ -102,7 +113,9 @@ def read_table(
     return Table(str(path), tuple(examples))
 
 
-def _records(path: Path, columns: Sequence[str]) -> Iterator[tuple[int, dict[str, object]]]:
+def _records(
+    path: Path, columns: Sequence[str], header: Sequence[str] | None, *, drop_broken: bool
+) -> Iterator[tuple[int, dict[str, object]]]:
     kind = path.suffix.lower()
     if kind not in (".csv", ".tsv", ".jsonl"):
         raise DataError(f"{path}: the name must end in .csv, .tsv or .jsonl")
@@ -112,7 +125,7 @@ def _records(path: Path, columns: Sequence[str]) -> Iterator[tuple[int, dict[str
             yield from (
                 _json_records(path, stream, columns)
                 if kind == ".jsonl"
-                else _csv_records(path, stream, columns, tabs=kind == ".tsv")
+                else _csv_records(path, stream, columns, header, tabs=kind == ".tsv", drop_broken=drop_broken)
             )
     except FileNotFoundError:
         raise DataError(f"{path}: no such file") from None
@@ -154,27 +167,37 @@ def _json_records(path: Path, lines: Iterable[str], columns: Sequence[str]) -> I
 
 
 def _csv_records(
-    path: Path, lines: Iterable[str], columns: Sequence[str], *, tabs: bool
+    path: Path,
+    lines: Iterable[str],
+    columns: Sequence[str],
+    header: Sequence[str] | None,
+    *,
+    tabs: bool,
+    drop_broken: bool,
 ) -> Iterator[tuple[int, dict[str, object]]]:
     csv.field_size_limit(MAX_FIELD_CHARACTERS)
     reader = csv.reader(lines, delimiter="\t", quoting=csv.QUOTE_NONE) if tabs else csv.reader(lines, strict=True)
     row = 0
     try:
-        header = next(reader, None)
         if header is None:
-            raise DataError(f"{path}: the file is empty")
-        row = 1
-        if not header:
-            raise DataError(f"{path}, row 1: is blank, but must name the columns")
+            header = next(reader, None)
+            if header is None:
+                raise DataError(f"{path}: the file is empty")
+            row = 1
+            if not header:
+                raise DataError(f"{path}, row 1: is blank, but must name the columns")
         for column in columns:
             if column not in header:
                 raise DataError(f"{path}, row 1: no column {column!r}; it has {', '.join(map(repr, header))}")
             if header.count(column) > 1:
                 raise DataError(f"{path}, row 1: {header.count(column)} columns are called {column!r}")
-        for row, cells in enumerate(reader, start=2):
+        first = row + 1
+        for row, cells in enumerate(reader, start=first):
             if not cells:
                 continue
             if len(cells) != len(header):
+                if drop_broken:
+                    continue
                 raise DataError(f"{path}, row {row}: {len(cells)} cells where the header has {len(header)}")
             yield row, dict(zip(header, cells, strict=True))
     except csv.Error as error:
@@ -211,6 +234,11 @@ def same_text(examples: Sequence[Example]) -> list[tuple[int, ...]]:
     return [(ids.setdefault(key, len(ids)),) for key in keys]
 
 
+def same_first_text(examples: Sequence[Example]) -> list[tuple[int, ...]]:
+    """Groups pairs by their first text alone: a premise or question that stands in many of them."""
+    return same_text([replace(e, pair=None) for e in examples])
+
+
 def sentence_of(examples: Sequence[Example]) -> list[tuple[int, ...]]:
     """Groups for SST-2, whose training rows are mostly fragments of one another: the whole sentences that hold a text.
 
@@ -235,16 +263,24 @@ def sentence_of(examples: Sequence[Example]) -> list[tuple[int, ...]]:
     return [owner_of[w] for w in words]
 
 
-def split(table: Table, *, calibration: int, validation: int, seed: int, grouping: Grouping = same_text) -> Splits:
+def split(
+    table: Table,
+    *,
+    calibration: int,
+    validation: int,
+    seed: int,
+    grouping: Grouping = same_text,
+    labels: Sequence[str] | None = None,
+) -> Splits:
     """Carves ``calibration`` and ``validation`` examples out of ``table``, whole groups at a time.
 
     Owners (see :func:`sentence_of`) are drawn at random. A text owned by any sentence left to training trains; one
     owned only by held-out sentences is kept from training, and stands in the split itself only if it is its own owner's
-    first (longest) row, so that each held-out sentence counts once. Raises :class:`DataError` where training keeps too
-    little.
+    first (longest) row, so that each held-out sentence counts once. ``labels`` are the classes in order where they are
+    known, rows of each or not. Raises :class:`DataError` where training keeps too little.
     """
     examples = table.examples
-    labels = label_names(examples, table.source)
+    found = label_names(examples, table.source)
     if min(calibration, validation) < 0:
         raise DataError(f"calibration and validation must be at least 0 rows, not {min(calibration, validation)}")
     if calibration + validation > len(examples) // 2:
@@ -271,10 +307,10 @@ def split(table: Table, *, calibration: int, validation: int, seed: int, groupin
     train = [e for e, mine in zip(examples, owners, strict=True) if not held.issuperset(mine)]
     # In the order drawn: whoever halves a split must not find it sorted by length.
     parts = [tuple(examples[longest[o]] for o in chosen) for chosen in (held_validation, held_calibration)]
-    missing = set(labels) - {e.label for e in train}
-    if missing:
+    missing = set(found) - {e.label for e in train}
+    if labels is None and missing:
         raise DataError(f"{table.source}: label {min(missing)!r} has too few rows to be held out from training")
-    return Splits(tuple(train), parts[0], parts[1], labels)
+    return Splits(tuple(train), parts[0], parts[1], found if labels is None else tuple(labels))
 
 
 def subset(examples: Sequence[Example], size: int, seed: int) -> tuple[Example, ...]:

@@ -43,9 +43,9 @@ def score(name: str, predictions: Ints, labels: Ints) -> float:
 
 
 def standard_error(name: str, predictions: Ints, labels: Ints) -> float:
-    """Sampling error of the metric: √(p(1 − p)/n) of an accuracy, else the bootstrap's (200 resamples, fixed seed)."""
+    """Sampling error of the metric: √(p(1 − p)/n) of a share, else the bootstrap's (200 resamples, fixed seed)."""
     n = len(labels)
-    if name == "accuracy":
+    if name in ("accuracy", "agreement"):
         share = score(name, predictions, labels)
         return float(np.sqrt(share * (1 - share) / n))
     rows = np.random.default_rng(0).integers(n, size=(200, n))
@@ -246,8 +246,10 @@ def curve(split: Measured, criterion: Criterion, thresholds: Sequence[float]) ->
 
 
 def exit_scores(split: Measured, metrics: Sequence[str] | None = None) -> tuple[ExitScore, ...]:
-    """Every exit by itself: all texts leave there. ``metrics`` defaults to the task's and accuracy."""
-    names = list(dict.fromkeys(metrics or (split.metric, "accuracy")))
+    """Every exit by itself: all texts leave there. ``metrics`` defaults to the task's and, where there are true
+    labels, accuracy."""
+    default = ("agreement",) if split.metric == "agreement" else (split.metric, "accuracy")
+    names = list(dict.fromkeys(metrics or default))
     scores = []
     for index, answers in enumerate(split.judged.labels):
         scores.append(

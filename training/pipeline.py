@@ -28,23 +28,24 @@ from models.costs import exit_costs
 from models.network import Backbone, MultiExitNetwork, build_network, load_backbone
 from models.tokenization import TextEncoder
 from training.calibrate import Split, SplitLogits, calibrate
+from training.classifier import load_classifier
 from training.data import (
     Example,
-    Grouping,
     Splits,
     Table,
     Tokenized,
     check_labels,
     read_table,
     same_text,
-    sentence_of,
     split,
     subset,
     tokenize,
 )
 from training.evaluate import Measured, curve, exit_scores, measure, run_graphs
 from training.export import export_graphs, select_exits
+from training.parallel import launched_rank
 from training.report import PLOT_NAME, VALIDATION_SPLIT, bundle_plot, model_card
+from training.tasks import TASKS
 from training.trainer import EpochReport, StepReport, TrainingSettings, train
 from training.worth import ExitSet, Timings, exit_sets, measure_timings
 
@@ -57,46 +58,12 @@ class PipelineError(Exception):
 
 
 @dataclass(frozen=True, slots=True)
-class Task:
-    """A known data set: its files and columns in GLUE's layout, the metric, and what its labels mean."""
-
-    name: str
-    train_file: str
-    eval_file: str
-    text_column: str
-    label_column: str
-    metric: str
-    labels: Mapping[str, str]
-    grouping: Grouping
-    calibration: int
-    validation: int
-    licence: str
-
-
-TASKS: dict[str, Task] = {
-    "sst2": Task(
-        name="sst2",
-        train_file="train.tsv",
-        eval_file="dev.tsv",
-        text_column="sentence",
-        label_column="label",
-        metric="accuracy",
-        labels={"0": "negative", "1": "positive"},
-        grouping=sentence_of,
-        # Whole sentences: the fragments of a held-out sentence are kept from training, about seven each.
-        calibration=1400,
-        validation=500,
-        licence="Stanford Sentiment Treebank (Socher et al. 2013), as in GLUE",
-    )
-}
-
-
-@dataclass(frozen=True, slots=True)
 class DataSettings:
     """Where the texts come from: a known ``task`` and its ``data_dir``, or ``train_file`` with its columns.
 
     ``calibration_size`` and ``validation_size`` are counted in texts (None: the task's, or 20 % and 10 % of the file,
-    at most 2,000 and 1,000). ``examples`` trains on a part only, drawn with the run's seed.
+    at most 2,000 and 1,000). ``examples`` trains on a part only, drawn with the run's seed. ``labels`` are the classes
+    of ``train_file`` in order (None: those found in it), ``source`` says where it comes from (None: its name).
     """
 
     task: str | None = None
@@ -107,6 +74,8 @@ class DataSettings:
     pair_column: str | None = None
     label_column: str = "label"
     metric: str = "accuracy"
+    labels: tuple[str, ...] | None = None
+    source: str | None = None
     calibration_size: int | None = None
     validation_size: int | None = None
     examples: int | None = None
@@ -145,14 +114,18 @@ class RunSettings:
 
 @dataclass(frozen=True, slots=True)
 class Prepared:
-    """A run's data: disjoint splits, and ``evaluation`` (a file of its own, or else the validation split)."""
+    """A run's data: disjoint splits, and ``evaluations`` by name (files of their own, or else the validation split)."""
 
     splits: Splits
-    evaluation: tuple[Example, ...]
-    evaluation_name: str
+    evaluations: dict[str, tuple[Example, ...]]
     takes_pairs: bool
     source: str
     metric: str
+
+    @property
+    def evaluation(self) -> tuple[Example, ...]:
+        """The first of them, which stands for all where one number must."""
+        return next(iter(self.evaluations.values()))
 
 
 @dataclass(frozen=True, slots=True)
@@ -175,7 +148,7 @@ def prepare(settings: DataSettings, seed: int) -> Prepared:
     assert settings.train_file is not None
     columns = (settings.text_column, settings.label_column, settings.pair_column)
     table = read_table(settings.train_file, *columns)
-    evaluation: Table | None = read_table(settings.eval_file, *columns) if settings.eval_file else None
+    evaluations = [read_table(settings.eval_file, *columns)] if settings.eval_file else []
     size = len(table)
     parts = split(
         table,
@@ -183,8 +156,10 @@ def prepare(settings: DataSettings, seed: int) -> Prepared:
         validation=_size(settings.validation_size, min(1000, max(2, size // 10))),
         seed=seed,
         grouping=same_text,
+        labels=settings.labels,
     )
-    return _prepared(parts, evaluation, settings, seed, Path(settings.train_file).name, settings.metric)
+    source = settings.source or Path(settings.train_file).name
+    return _prepared(parts, evaluations, settings, seed, source, settings.metric)
 
 
 def _prepare_task(settings: DataSettings, seed: int) -> Prepared:
@@ -193,25 +168,22 @@ def _prepare_task(settings: DataSettings, seed: int) -> Prepared:
     if task is None:
         raise PipelineError(f"task must be one of {', '.join(TASKS)}, not {settings.task!r}")
     if settings.data_dir is None:
-        raise PipelineError(f"task {task.name!r} needs data_dir, the folder with its {task.train_file}")
+        raise PipelineError(
+            f"task {task.name!r} needs data_dir, the folder with {', '.join((task.train_file, *task.eval_files))} in "
+            "GLUE's layout (https://gluebenchmark.com/tasks)"
+        )
     folder = Path(settings.data_dir)
-    table, evaluation = (
-        _with_names(read_table(folder / file, task.text_column, task.label_column), task.labels)
-        for file in (task.train_file, task.eval_file)
-    )
     parts = split(
-        table,
+        task.read(folder, task.train_file),
         calibration=_size(settings.calibration_size, task.calibration),
         validation=_size(settings.validation_size, task.validation),
         seed=seed,
         grouping=task.grouping,
+        # In the order that the metric counts by: F1 is that of class 1.
+        labels=tuple(task.labels.values()),
     )
-    return _prepared(parts, evaluation, settings, seed, f"{task.name}: {task.licence}", task.metric)
-
-
-def _with_names(table: Table, names: Mapping[str, str]) -> Table:
-    check_labels(table.examples, tuple(names), table.source)
-    return Table(table.source, tuple(replace(e, label=names[e.label]) for e in table.examples))
+    evaluations = [task.read(folder, file) for file in task.eval_files]
+    return _prepared(parts, evaluations, settings, seed, f"{task.name}: {task.source}", task.metric)
 
 
 def _size(asked: int | None, default: int) -> int:
@@ -219,20 +191,19 @@ def _size(asked: int | None, default: int) -> int:
 
 
 def _prepared(
-    parts: Splits, evaluation: Table | None, settings: DataSettings, seed: int, source: str, metric: str
+    parts: Splits, evaluations: Sequence[Table], settings: DataSettings, seed: int, source: str, metric: str
 ) -> Prepared:
     # Two: one half of the validation split judges the temperatures of the other.
     if not parts.calibration or len(parts.validation) < 2:
         raise PipelineError("calibration_size must be at least 1 text and validation_size at least 2")
-    if evaluation is not None:
-        check_labels(evaluation.examples, parts.labels, evaluation.source)
+    for table in evaluations:
+        check_labels(table.examples, parts.labels, table.source)
     if settings.examples is not None:
         parts = replace(parts, train=subset(parts.train, settings.examples, seed))
-    name = VALIDATION_SPLIT if evaluation is None else Path(evaluation.source).name
+    named = {Path(table.source).name: table.examples for table in evaluations}
     return Prepared(
         splits=parts,
-        evaluation=parts.validation if evaluation is None else evaluation.examples,
-        evaluation_name=name,
+        evaluations=named or {VALIDATION_SPLIT: parts.validation},
         takes_pairs=parts.train[0].pair is not None,
         source=source,
         metric=metric,
@@ -259,13 +230,16 @@ def exit_specs(
     )
 
 
-def run(settings: RunSettings, folder: Path, *, resume: bool = False, observer: Observer = Observer()) -> Bundle:
+def run(settings: RunSettings, folder: Path, *, resume: bool = False, observer: Observer = Observer()) -> Bundle | None:
     """Trains, exports, calibrates and evaluates; returns the bundle written at ``folder/bundle``.
 
-    Raises :class:`PipelineError` where ``folder`` holds another run, or one that ``resume`` was not given for.
+    Of several processes the main one does so; the work of the others ends with training, and they return None. Raises
+    :class:`PipelineError` where ``folder`` holds another run, or one that ``resume`` was not given for.
     """
     prepared = prepare(settings.data, settings.training.seed)
     network, tokenizer_json, seconds = fit(settings, prepared, folder, resume=resume, observer=observer)
+    if launched_rank() > 0:
+        return None
     provenance = _provenance(settings, prepared, seconds)
     return make_bundle(
         network.architecture,
@@ -282,24 +256,30 @@ def run(settings: RunSettings, folder: Path, *, resume: bool = False, observer: 
 def fit(
     settings: RunSettings, prepared: Prepared, folder: Path, *, resume: bool, observer: Observer = Observer()
 ) -> tuple[MultiExitNetwork, str, float]:
-    """Trains the network of a run; returns it, its tokenizer as JSON, and the seconds that training took here."""
+    """Trains the network of a run; returns it, its tokenizer as JSON, and the seconds that training took here.
+
+    For ``exits-only`` the backbone is a classifier, whose own head becomes the last exit.
+    """
     # Before the heads are drawn: a run is the same from its first random number on.
     torch.manual_seed(settings.training.seed)
-    backbone: Backbone = load_backbone(settings.backbone)
-    network = build_network(
-        backbone,
-        num_labels=len(prepared.splits.labels),
-        exits=exit_specs(settings.head, backbone.num_layers, settings.exit_layers, settings.last_head),
-        max_length=settings.max_length,
-    )
+    classifier = load_classifier(settings.backbone) if settings.training.method == "exits-only" else None
+    backbone: Backbone = load_backbone(settings.backbone) if classifier is None else classifier.backbone
+    specs = exit_specs(settings.head, backbone.num_layers, settings.exit_layers, settings.last_head)
+    if classifier is None:
+        network = build_network(
+            backbone, num_labels=len(prepared.splits.labels), exits=specs, max_length=settings.max_length
+        )
+    else:
+        network = classifier.network(specs, settings.max_length)
     encoder = _encoder(backbone.tokenizer_json, network.architecture)
     # Only now: settings that no network can be built from must not hold the folder against those that mend them.
-    _claim(folder, settings, resume=resume)
+    if launched_rank() == 0:
+        _claim(folder, settings, resume=resume)
     observer.stage("tokenize", len(prepared.splits.train) + len(prepared.splits.validation))
     train_data, validation_data = (
         tokenize(part, prepared.splits.labels, encoder) for part in (prepared.splits.train, prepared.splits.validation)
     )
-    observer.stage("train", len(train_data) * settings.training.epochs)
+    observer.stage("train", len(train_data) * settings.training.all_epochs)
     start = time.monotonic()
     network = train(
         network,
@@ -312,7 +292,8 @@ def fit(
         on_epoch=observer.epoch,
     )
     seconds = time.monotonic() - start
-    (folder / "tokenizer.json").write_text(backbone.tokenizer_json, encoding="utf-8")
+    if launched_rank() == 0:
+        (folder / "tokenizer.json").write_text(backbone.tokenizer_json, encoding="utf-8")
     return network, backbone.tokenizer_json, seconds
 
 
@@ -408,46 +389,41 @@ def make_bundle(
     """Exports graphs, runs them on the held-out splits, calibrates each precision and writes the bundle."""
     encoder = _encoder(tokenizer_json, architecture)
     labels = prepared.splits.labels
-    validation, risk, evaluation = (
+    validation, risk, *evaluations = (
         tokenize(part, labels, encoder)
-        for part in (prepared.splits.validation, prepared.splits.calibration, prepared.evaluation)
+        for part in (prepared.splits.validation, prepared.splits.calibration, *prepared.evaluations.values())
     )
     with tempfile.TemporaryDirectory(prefix="offramp-export-") as scratch:
         observer.stage("export", 0)
         graphs = export_graphs(architecture, weights, Path(scratch), settings.precisions)
-        observer.stage("run the graphs", sum(map(len, (validation, risk, evaluation))) * len(graphs))
-        logits: dict[Precision, tuple[np.ndarray, np.ndarray, np.ndarray]] = {}
-        for precision, files in graphs.items():
-            v, r, e = (
+        observer.stage("run the graphs", sum(map(len, (validation, risk, *evaluations))) * len(graphs))
+        logits: dict[Precision, tuple[np.ndarray, ...]] = {
+            precision: tuple(
                 run_graphs(files, architecture, part.texts, progress=observer.advance)
-                for part in (validation, risk, evaluation)
+                for part in (validation, risk, *evaluations)
             )
-            logits[precision] = (v, r, e)
+            for precision, files in graphs.items()
+        }
         observer.stage("calibrate", 0)
         calibration = calibrate(
-            {p: SplitLogits(validation=v, risk=r) for p, (v, r, _) in logits.items()},
+            {p: SplitLogits(validation=v, risk=r) for p, (v, r, *_) in logits.items()},
             architecture,
             validation=_split(validation),
             risk=_split(risk),
             metric=prepared.metric,
             data_sha256=_data_hash(prepared.splits.calibration),
         )
-        measured = {
-            p: _measured(e, calibration, p, evaluation, architecture, prepared.metric)
-            for p, (_, _, e) in logits.items()
-        }
-        scores = Scores(
-            split=prepared.evaluation_name,
-            n=len(evaluation),
-            per_exit={p: exit_scores(m) for p, m in measured.items()},
-            curves={
-                p: {
-                    c: curve(m, c, [x.threshold for x in points])
-                    for c, points in calibration.precisions[p].curves.items()
-                }
-                for p, m in measured.items()
-            },
-        )
+        scores = [
+            _scores(
+                name,
+                part,
+                {p: arrays[2 + index] for p, arrays in logits.items()},
+                calibration,
+                architecture,
+                prepared.metric,
+            )
+            for index, (name, part) in enumerate(zip(prepared.evaluations, evaluations, strict=True))
+        ]
         mean_tokens = float(np.mean([len(t) for t in risk.texts]))
         manifest: dict[str, Any] = {
             "name": settings.name,
@@ -458,8 +434,8 @@ def make_bundle(
             "architecture": architecture.model_dump(mode="json"),
             "exit_costs": [round(float(c), 4) for c in exit_costs(architecture, round(mean_tokens))],
             "mean_tokens": round(mean_tokens, 2),
-            "default_precision": default_precision({p: r for p, (_, r, _) in logits.items()}, risk.labels),
-            "scores": [scores.model_dump(mode="json")],
+            "default_precision": default_precision({p: r for p, (_, r, *_) in logits.items()}, risk.labels),
+            "scores": [entry.model_dump(mode="json") for entry in scores],
             "provenance": dict(provenance),
             "licence": settings.licence,
         }
@@ -569,17 +545,20 @@ def read_run(folder: Path) -> RunSettings:
 
 def settings_from(document: Mapping[str, Any]) -> RunSettings:
     """:class:`RunSettings` from their JSON form."""
-    from training.methods import Contrast
+    from training.methods import Contrast, Distillation
 
-    values = dict(document)
+    values, data = dict(document), dict(document["data"])
     training = dict(values.pop("training"))
     contrast = Contrast(**training.pop("contrast"))
-    for name in ("exit_layers", "precisions"):
-        if values.get(name) is not None:
-            values[name] = tuple(values[name])
+    # A run of before distillation had none.
+    distillation = Distillation(**training.pop("distillation", {}))
+    del values["data"]
+    for part, name in ((values, "exit_layers"), (values, "precisions"), (data, "labels")):
+        if part.get(name) is not None:
+            part[name] = tuple(part[name])
     return RunSettings(
-        data=DataSettings(**values.pop("data")),
-        training=TrainingSettings(contrast=contrast, **training),
+        data=DataSettings(**data),
+        training=TrainingSettings(contrast=contrast, distillation=distillation, **training),
         **values,
     )
 
@@ -617,6 +596,27 @@ def _encoder(tokenizer_json: str, architecture: Architecture) -> TextEncoder:
 
 def _split(data: Tokenized) -> Split:
     return Split(labels=data.labels, tokens=np.asarray([len(t) for t in data.texts], dtype=np.int64))
+
+
+def _scores(
+    name: str,
+    data: Tokenized,
+    logits: Mapping[Precision, np.ndarray],
+    calibration: Calibration,
+    architecture: Architecture,
+    metric: str,
+) -> Scores:
+    """What every exit and every threshold of the calibration gives on one evaluation file."""
+    measured = {p: _measured(array, calibration, p, data, architecture, metric) for p, array in logits.items()}
+    return Scores(
+        split=name,
+        n=len(data),
+        per_exit={p: exit_scores(m) for p, m in measured.items()},
+        curves={
+            p: {c: curve(m, c, [x.threshold for x in points]) for c, points in calibration.precisions[p].curves.items()}
+            for p, m in measured.items()
+        },
+    )
 
 
 def _measured(
@@ -659,7 +659,7 @@ def _provenance(settings: RunSettings, prepared: Prepared, seconds: float | None
             "train": len(splits.train),
             "validation": len(splits.validation),
             "calibration": len(splits.calibration),
-            "evaluation": prepared.evaluation_name,
+            "evaluation": ", ".join(prepared.evaluations),
         },
         **({"training_seconds": round(seconds)} if seconds is not None else {}),
         "versions": {

@@ -22,7 +22,12 @@ _COLOURS: dict[Criterion, str] = {
     "entropy": "#D55E00",
     "patience": "#009E73",
 }
-_METRIC_NAMES = {"accuracy": "accuracy", "matthews": "Matthews correlation", "f1": "F1"}
+_METRIC_NAMES = {
+    "accuracy": "accuracy",
+    "matthews": "Matthews correlation",
+    "f1": "F1",
+    "agreement": "agreement with the classifier",
+}
 _TICKS = (1, 1.25, 1.5, 2, 2.5, 3, 4, 5, 6, 8, 10, 12, 15, 20, 25, 30, 40, 50)
 
 
@@ -111,7 +116,7 @@ def quality_speed_plot(
         axes.xaxis.set_major_locator(FixedLocator(_ticks(fastest)))
         axes.xaxis.set_minor_locator(NullLocator())
         axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}×"))
-        unit = " (%)" if metric in ("accuracy", "f1") else " (× 100)"
+        unit = " (%)" if metric in ("accuracy", "f1", "agreement") else " (× 100)"
         axes.set_xlabel("speed-up: mean cost of full depth ÷ mean cost (logarithmic)", color="#24292f")
         axes.set_ylabel(_METRIC_NAMES.get(metric, metric) + unit, color="#24292f")
         axes.text(

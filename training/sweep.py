@@ -65,7 +65,8 @@ def run_cell(
     sizes = {"examples": len(train_examples), "evaluated_on": len(evaluation)}
     if target.exists():
         done: dict[str, Any] = json.loads(target.read_text(encoding="utf-8"))
-        theirs, ours = {**done, **done["settings"]}, {**asdict(chosen), **sizes}
+        # Settings that came after a result was written stood at what are their defaults now.
+        theirs, ours = {**asdict(TrainingSettings()), **done, **done["settings"]}, {**asdict(chosen), **sizes}
         differing = [name for name in ours if name != "checkpoint_minutes" and theirs.get(name) != ours[name]]
         if differing:
             raise TrainingError(f"{target}: was made with other {', '.join(differing)}; use another folder")
@@ -135,7 +136,10 @@ def run_grid(
     All cells share the splits (drawn with seed 0) and are scored on the task's evaluation file; runs of one seed share
     their part of the training split. Raises ValueError for a method or head that is none, before any work.
     """
-    for kind, names, known in (("method", methods, METHODS), ("head", heads, get_args(Head))):
+    if int(os.environ.get("WORLD_SIZE", "1")) > 1:
+        raise ValueError("offramp sweep runs in one process; start it without accelerate launch")
+    from_scratch = [name for name, method in METHODS.items() if method.stages != ("others",)]
+    for kind, names, known in (("method", methods, from_scratch), ("head", heads, get_args(Head))):
         for name in names:
             if name not in known:
                 raise ValueError(f"{kind} must be one of {', '.join(known)}, not {name!r}")

@@ -1,15 +1,14 @@
 """The training loop: batches in, the best network out; it can be stopped anywhere and resumed to the same result."""
 
 import csv
-import hashlib
 import json
 import math
 import os
-import pickle
 import random
 import shutil
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal, get_args
@@ -21,14 +20,40 @@ from accelerate.state import AcceleratorState
 from torch import Tensor
 
 from models.network import MultiExitNetwork
+from training.checkpoint import (
+    Checkpoint,
+    StepLog,
+    TrainingError,
+    digest,
+    random_state,
+    replace_folder,
+    replace_text,
+    require_same,
+    rows,
+    set_random_state,
+    trim_log,
+)
 from training.data import Tokenized, collate, length_grouped
-from training.methods import METHODS, Contrast, MethodName, Objective, acl_grad, objective, trained_exits
+from training.methods import (
+    METHODS,
+    Contrast,
+    Distillation,
+    ExitWeights,
+    MethodName,
+    Objective,
+    Stage,
+    acl_grad,
+    angle_between,
+    objective,
+    prepare_stage,
+    scored_exits,
+    step_exits,
+    weighted_sum,
+)
 from training.metrics import METRICS, metric_value
+from training.parallel import Processes
 
-
-class TrainingError(Exception):
-    """Training that cannot go on; the message says why and what would help."""
-
+__all__ = ["EpochReport", "StepReport", "TrainingError", "TrainingSettings", "exit_logits", "exit_metrics", "train"]
 
 Precision = Literal["no", "bf16"]
 Kept = Literal["best", "last"]
@@ -36,12 +61,17 @@ Kept = Literal["best", "last"]
 
 @dataclass(frozen=True, slots=True)
 class TrainingSettings:
-    """How to train. ``learning_rate`` decays linearly to 0 after ``warmup`` (share of all steps).
+    """How to train. ``learning_rate`` decays linearly to 0 after ``warmup`` (share of all steps); ``epochs``, like
+    these, are those of each stage of the method. ``batch_size`` is that of all processes together.
 
     ``head_learning_rate_factor`` multiplies it for the exits' own parameters, which start from noise.
     ``angle_every`` = n compares the gradients (ACL-Grad) on every n-th batch only, and takes the contrastive term as
-    agreeing on the others, which saves a backward pass there. ``stop_after`` ends training after that many epochs
-    without a better validation score (None: never). ``checkpoint_minutes`` is the longest work that a kill can lose.
+    agreeing on the others, which saves a backward pass there. ``exit_weights`` are those of the exits' cross-entropies
+    (``methods.exit_weights``), ``distillation`` adds the deepest exit as a teacher to any method.
+    ``freeze_embeddings`` keeps the embeddings (tables and norm) as pretrained, which saves the optimiser's work on
+    every row of the vocabulary in every step. ``stop_after`` ends a stage after that many epochs without a better
+    validation score (None: never).
+    ``checkpoint_minutes`` is the longest work that a kill can lose.
     """
 
     method: MethodName = "acl-cl"
@@ -53,6 +83,9 @@ class TrainingSettings:
     warmup: float = 0.06
     max_gradient_norm: float = 1.0
     contrast: Contrast = field(default_factory=Contrast)
+    distillation: Distillation = field(default_factory=Distillation)
+    exit_weights: ExitWeights = "uniform"
+    freeze_embeddings: bool = False
     angle_every: int = 1
     metric: str = "accuracy"
     seed: int = 0
@@ -71,6 +104,7 @@ class TrainingSettings:
             ("metric", tuple(METRICS)),
             ("mixed_precision", get_args(Precision)),
             ("keep", get_args(Kept)),
+            ("exit_weights", get_args(ExitWeights)),
         ):
             if getattr(self, name) not in choices:
                 raise ValueError(f"{name} must be one of {', '.join(choices)}, not {getattr(self, name)!r}")
@@ -86,8 +120,20 @@ class TrainingSettings:
             raise ValueError(f"learning_rate must lie between 0 and 1, not {self.learning_rate}")
         if not 0 <= self.warmup < 1:
             raise ValueError(f"warmup must lie in [0, 1), not {self.warmup}")
+        if self.distillation.weight and METHODS[self.method].stages == ("last",):
+            raise ValueError(f"distillation needs a method that trains several exits, not {self.method!r}")
+        if METHODS[self.method].contrast == "scl" and self.contrast.weight > 1:
+            raise ValueError(
+                f"contrast weight must be at most 1 for {self.method!r}, whose cross-entropy counts 1 - weight, "
+                f"not {self.contrast.weight}"
+            )
         if self.stop_after is not None and self.stop_after < 1:
             raise ValueError(f"stop_after must be at least 1, not {self.stop_after}")
+
+    @property
+    def all_epochs(self) -> int:
+        """Epochs of all stages, at most."""
+        return self.epochs * len(METHODS[self.method].stages)
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,9 +151,13 @@ class StepReport:
 
 @dataclass(frozen=True, slots=True)
 class EpochReport:
-    """Validation after an epoch: the metric ``per_exit`` (by exit number), its mean, and the angles seen."""
+    """Validation after an epoch: the metric ``per_exit`` (by exit number), its mean, and the angles seen.
+
+    ``epoch`` and ``stage`` count from 1.
+    """
 
     epoch: int
+    stage: int
     per_exit: dict[int, float]
     score: float
     best: bool
@@ -117,8 +167,13 @@ class EpochReport:
 
 @dataclass(slots=True)
 class _Progress:
-    """Where training stands; all of it is in a checkpoint. ``angles`` are those of the epoch under way."""
+    """Where training stands; all of it is in a checkpoint. Epochs and steps count on from stage to stage.
 
+    ``stage_began`` is the number of epochs before the stage under way, ``angles`` are those of the epoch under way.
+    """
+
+    stage: int = 0
+    stage_began: int = 0
     epoch: int = 0
     batch: int = 0
     step: int = 0
@@ -126,10 +181,16 @@ class _Progress:
     best_epoch: int = 0
     angles: list[float] = field(default_factory=list)
 
-    def is_over(self, settings: TrainingSettings) -> bool:
-        """Whether all epochs are done, or ``stop_after`` of them without a better score."""
+    def stage_is_over(self, settings: TrainingSettings) -> bool:
+        """Whether all epochs of the stage are done, or ``stop_after`` of them without a better score."""
         stalled = settings.stop_after is not None and self.epoch - self.best_epoch >= settings.stop_after
-        return self.epoch >= settings.epochs or stalled
+        return self.epoch - self.stage_began >= settings.epochs or stalled
+
+    def next_stage(self) -> "_Progress":
+        """The beginning of the next stage, which knows of no score yet."""
+        return _Progress(
+            stage=self.stage + 1, stage_began=self.epoch, epoch=self.epoch, step=self.step, best_epoch=self.epoch
+        )
 
 
 def exit_metrics(network: MultiExitNetwork, data: Tokenized, metric: str, *, batch_size: int = 128) -> dict[int, float]:
@@ -140,7 +201,9 @@ def exit_metrics(network: MultiExitNetwork, data: Tokenized, metric: str, *, bat
 
 def exit_logits(network: MultiExitNetwork, data: Tokenized, *, batch_size: int = 128) -> dict[int, np.ndarray]:
     """Logits ``[N, K]`` of each exit on ``data``, in its order; dropout off, the network's mode restored after."""
-    training, device = network.training, next(network.parameters()).device
+    device = next(network.parameters()).device
+    # Module by module: a stage may train some and not others.
+    modes = [(module, module.training) for module in network.modules()]
     network.eval()
     order = sorted(range(len(data)), key=lambda r: len(data.texts[r]))
     collected: dict[int, np.ndarray] = {}
@@ -154,16 +217,17 @@ def exit_logits(network: MultiExitNetwork, data: Tokenized, *, batch_size: int =
             for number, output in outputs.items():
                 array = output.logits.float().cpu().numpy()
                 collected.setdefault(number, np.empty((len(data), array.shape[1]), dtype=np.float32))[rows] = array
-    network.train(training)
+    for module, training in modes:
+        module.training = training
     return collected
 
 
 def parameter_groups(network: MultiExitNetwork, settings: TrainingSettings) -> list[dict[str, Any]]:
-    """AdamW groups: encoder and exits, each with and without weight decay (none on biases and norms)."""
+    """AdamW groups of what trains: encoder and exits, each with and without weight decay (none on biases and norms)."""
     groups: dict[tuple[bool, bool], list[Tensor]] = {}
     for name, parameter in network.named_parameters():
-        key = (name.startswith("exits."), parameter.ndim >= 2)
-        groups.setdefault(key, []).append(parameter)
+        if parameter.requires_grad:
+            groups.setdefault((name.startswith("exits."), parameter.ndim >= 2), []).append(parameter)
     return [
         {
             "params": parameters,
@@ -192,7 +256,10 @@ def train(
     per step), ``epochs.csv``, and at the end ``done.json``. With ``resume`` it goes on from the checkpoint, and ends
     with the same weights as a run that was never stopped (same machine and thread count); a run that is done is not
     repeated. Without it, what an earlier run left there is removed. Raises :class:`TrainingError` for a run of other
-    settings or data, for no data, and for a loss that is not finite.
+    settings or data, for no data, for a network with too few exits, and for a loss that is not finite.
+
+    Started by ``accelerate launch``, all processes call this with the same arguments, and one of them writes and
+    reports.
     """
     for name, data, fewest in (("training", training_data, 2), ("validation", validation_data, 1)):
         if len(data) < fewest:
@@ -200,107 +267,224 @@ def train(
     # accelerate keeps one precision for the whole process and refuses another; two runs may differ in it.
     AcceleratorState._reset_state()
     accelerator = Accelerator(mixed_precision=settings.mixed_precision)
-    if accelerator.num_processes > 1:
-        raise TrainingError("training runs in one process; start it without accelerate launch")
+    processes = Processes(accelerator.process_index, accelerator.num_processes)
     folder.mkdir(parents=True, exist_ok=True)
     random.seed(settings.seed)
-    torch.manual_seed(settings.seed)
+    # Each process drops out in its own way.
+    torch.manual_seed(settings.seed + 1_000_003 * processes.rank)
     network = network.to(accelerator.device)
-    steps_per_epoch = len(length_grouped(training_data, settings.batch_size, seed=settings.seed, epoch=0))
-    steps = steps_per_epoch * settings.epochs
-    optimizer = torch.optim.AdamW(parameter_groups(network, settings), fused=True)
-    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, _linear(steps, settings.warmup))
-    progress = _Progress()
+    stages = METHODS[settings.method].stages
+    numbers = [spec.number for spec in network.architecture.exits]
+    if "others" in stages and len(numbers) < 2:
+        raise TrainingError(f"method {settings.method!r} needs at least two exits, and there is one")
+    per_epoch = len(length_grouped(training_data, settings.batch_size, seed=settings.seed, epoch=0))
     checkpoint, done = folder / "checkpoint.pt", folder / "done.json"
     identity = _identity(settings, network, training_data, validation_data)
     if resume and done.exists():
-        _require_same(done, json.loads(done.read_text(encoding="utf-8")), identity)
+        require_same(done, json.loads(done.read_text(encoding="utf-8")), identity, asdict(TrainingSettings()))
         return _kept(network, folder)
+    progress, found = _Progress(), None
     if resume and checkpoint.exists():
-        progress = _restore(checkpoint, identity, network, optimizer, schedule)
-        _trim_log(folder / "steps.csv", progress.step)
-    else:
-        # A later resume must find this run's files or none.
-        for stale in (done, checkpoint, folder / "steps.csv", folder / "epochs.csv"):
-            stale.unlink(missing_ok=True)
-        shutil.rmtree(folder / "kept", ignore_errors=True)
-    parameters = [p for group in optimizer.param_groups for p in group["params"]]
-    only = trained_exits(settings.method, network)
-    network.train()
+        found = Checkpoint.load(checkpoint)
+        require_same(checkpoint, found.identity, identity, asdict(TrainingSettings()))
+        if len(found.random_states) != processes.count:
+            raise TrainingError(
+                f"{checkpoint}: was written by {len(found.random_states)} processes, and there are {processes.count}"
+            )
+        progress = _Progress(**found.progress)
+    optimizer, schedule = begin_stage(network, stages[progress.stage], settings, per_epoch)
+    if found is not None:
+        network.load_state_dict(found.network)
+        optimizer.load_state_dict(found.optimizer)
+        schedule.load_state_dict(found.schedule)
+        set_random_state(found.random_states[processes.rank])
+    if processes.is_main:
+        if found is not None:
+            trim_log(folder / "steps.csv", progress.step)
+        else:
+            # A later resume must find this run's files or none.
+            for stale in (done, checkpoint, folder / "steps.csv", folder / "epochs.csv"):
+                stale.unlink(missing_ok=True)
+            shutil.rmtree(folder / "kept", ignore_errors=True)
+
+    def save() -> None:
+        states = processes.gather(random_state())
+        if processes.is_main:
+            Checkpoint(
+                identity, asdict(progress), network.state_dict(), optimizer.state_dict(), schedule.state_dict(), states
+            ).save(checkpoint)
+
     saved_at = time.monotonic()
-    with _Log(folder / "steps.csv", ["step", "epoch", "cross_entropy", "contrastive", "angle"]) as log:
-        while not progress.is_over(settings):
-            epoch = progress.epoch
+    log_path = folder / "steps.csv" if processes.is_main else Path(os.devnull)
+    with StepLog(log_path, ["step", "epoch", "cross_entropy", "contrastive", "angle", "distilled"]) as log:
+        while not (progress.stage_is_over(settings) and progress.stage + 1 == len(stages)):
+            if progress.stage_is_over(settings):
+                processes.wait()
+                _kept(network, folder)
+                progress = progress.next_stage()
+                optimizer, schedule = begin_stage(network, stages[progress.stage], settings, per_epoch)
+                save()
+            stage, epoch = stages[progress.stage], progress.epoch
             batches = length_grouped(training_data, settings.batch_size, seed=settings.seed, epoch=epoch)
             clock, seen = time.monotonic(), 0
             for index in range(progress.batch, len(batches)):
-                batch = collate(training_data, batches[index])
-                device = accelerator.device
-                with accelerator.autocast():
-                    outputs = network(
-                        batch.input_ids.to(device),
-                        batch.attention_mask.to(device),
-                        batch.token_type_ids.to(device),
-                        only=only,
-                    )
-                    goal = objective(settings.method, network, outputs, batch.labels.to(device), settings.contrast)
-                loss = float(goal.cross_entropy.detach())
-                extra = math.nan if goal.contrastive is None else float(goal.contrastive.detach())
-                if not math.isfinite(loss) or not (goal.contrastive is None or math.isfinite(extra)):
-                    raise TrainingError(
-                        f"the loss is {loss} (contrastive: {extra}) at step {progress.step + 1}; a lower learning_rate "
-                        f"than {settings.learning_rate:g} may help"
-                    )
-                compare = progress.step % settings.angle_every == 0
-                gradients, angle = _gradients(goal, parameters, settings.contrast, compare=compare)
-                for parameter, gradient in zip(parameters, gradients, strict=True):
-                    parameter.grad = gradient
-                torch.nn.utils.clip_grad_norm_(parameters, settings.max_gradient_norm)
-                optimizer.step()
-                optimizer.zero_grad(set_to_none=True)
+                taken = take_step(
+                    network,
+                    training_data,
+                    batches[index],
+                    stage,
+                    progress.step,
+                    settings,
+                    optimizer,
+                    accelerator.autocast,
+                    processes,
+                )
                 schedule.step()
                 progress.step += 1
                 progress.batch = index + 1
-                progress.angles.append(angle)
-                log.write([progress.step, epoch, loss, extra, angle])
-                seen += len(batch.labels)
-                rate = seen / max(time.monotonic() - clock, 1e-9)
-                on_step(StepReport(epoch + 1, progress.step, steps, loss, extra, angle, rate))
-                if time.monotonic() - saved_at > settings.checkpoint_minutes * 60:
+                progress.angles.append(taken.angle)
+                log.write([progress.step, epoch, taken.cross_entropy, taken.contrastive, taken.angle, taken.distilled])
+                seen += len(batches[index])
+                if processes.is_main:
+                    rate = seen / max(time.monotonic() - clock, 1e-9)
+                    steps = per_epoch * settings.all_epochs
+                    losses = taken.cross_entropy, taken.contrastive, taken.angle
+                    on_step(StepReport(epoch + 1, progress.step, steps, *losses, rate))
+                if processes.agree(time.monotonic() - saved_at > settings.checkpoint_minutes * 60):
                     log.flush()
-                    _save(checkpoint, identity, progress, network, optimizer, schedule)
+                    save()
                     saved_at = time.monotonic()
-            report = _end_epoch(network, validation_data, settings, only, progress)
-            if report.best or settings.keep == "last":
-                _replace_folder(folder / "kept", network.save)
+            report = _end_epoch(network, validation_data, settings, scored_exits(stage, numbers), progress)
+            if processes.is_main and (report.best or settings.keep == "last"):
+                replace_folder(folder / "kept", network.save)
             progress.epoch, progress.batch, progress.angles = epoch + 1, 0, []
             log.flush()
-            _log_epoch(folder / "epochs.csv", report)
-            _save(checkpoint, identity, progress, network, optimizer, schedule)
+            if processes.is_main:
+                _log_epoch(folder / "epochs.csv", report)
+            save()
             saved_at = time.monotonic()
-            on_epoch(report)
-    _replace_text(done, json.dumps(identity, indent=1) + "\n")
-    checkpoint.unlink(missing_ok=True)
+            if processes.is_main:
+                on_epoch(report)
+    processes.wait()
+    if processes.is_main:
+        replace_text(done, json.dumps(identity, indent=1) + "\n")
+        checkpoint.unlink(missing_ok=True)
     return _kept(network, folder)
+
+
+def begin_stage(
+    network: MultiExitNetwork, stage: Stage, settings: TrainingSettings, steps_per_epoch: int
+) -> tuple[torch.optim.Optimizer, torch.optim.lr_scheduler.LRScheduler]:
+    """Freezes what the stage does not train; a fresh optimiser for the rest, and its learning rates."""
+    prepare_stage(stage, network, freeze_embeddings=settings.freeze_embeddings)
+    optimizer = torch.optim.AdamW(parameter_groups(network, settings), fused=True)
+    rates = _linear(steps_per_epoch * settings.epochs, settings.warmup)
+    return optimizer, torch.optim.lr_scheduler.LambdaLR(optimizer, rates)
+
+
+@dataclass(frozen=True, slots=True)
+class Taken:
+    """What one step saw: losses before it, and the ``angle`` in degrees; NaN for what the method or step has not."""
+
+    cross_entropy: float
+    contrastive: float
+    distilled: float
+    angle: float
+
+
+def take_step(
+    network: MultiExitNetwork,
+    data: Tokenized,
+    rows: Sequence[int],
+    stage: Stage,
+    step: int,
+    settings: TrainingSettings,
+    optimizer: torch.optim.Optimizer,
+    autocast: Callable[[], AbstractContextManager[None]],
+    processes: Processes,
+) -> Taken:
+    """One step of the optimiser on the batch at ``rows``; ``step`` counts from 0.
+
+    Raises :class:`TrainingError` for a loss that is not finite, before it spoils weights.
+    """
+    with autocast():
+        goal = _forward(network, data, rows, stage, step, settings, processes)
+    supervised, loss, contrastive, distilled = (
+        math.nan if part is None else float(part.detach())
+        for part in (goal.supervised, goal.cross_entropy, goal.contrastive, goal.distilled)
+    )
+    if not math.isfinite(supervised) or not (goal.contrastive is None or math.isfinite(contrastive)):
+        raise TrainingError(
+            f"the loss is {loss} (contrastive: {contrastive}) at step {step + 1}; a lower learning_rate than "
+            f"{settings.learning_rate:g} may help"
+        )
+    parameters = [p for group in optimizer.param_groups for p in group["params"]]
+    compare = step % settings.angle_every == 0
+    gradients, angle = _gradients(goal, parameters, settings.contrast, processes, compare=compare)
+    for parameter, gradient in zip(parameters, gradients, strict=True):
+        parameter.grad = gradient
+    torch.nn.utils.clip_grad_norm_(parameters, settings.max_gradient_norm)
+    optimizer.step()
+    optimizer.zero_grad(set_to_none=True)
+    return Taken(loss, contrastive, distilled, angle)
+
+
+def _forward(
+    network: MultiExitNetwork,
+    data: Tokenized,
+    rows: Sequence[int],
+    stage: Stage,
+    step: int,
+    settings: TrainingSettings,
+    processes: Processes,
+) -> Objective:
+    """The losses of the batch at ``rows``, of which this process computes its part."""
+    device = next(network.parameters()).device
+    numbers = [spec.number for spec in network.architecture.exits]
+    exits = step_exits(stage, numbers, step, teaching=settings.distillation.weight > 0)
+    batch = collate(data, processes.part(rows))
+    outputs = network(
+        batch.input_ids.to(device),
+        batch.attention_mask.to(device),
+        batch.token_type_ids.to(device),
+        only=exits.computed,
+    )
+    return objective(
+        settings.method,
+        network,
+        processes.whole(outputs, len(rows)),
+        torch.from_numpy(data.labels[list(rows)]).to(device),
+        settings.contrast,
+        settings.distillation,
+        settings.exit_weights,
+        learning=exits.learning,
+    )
 
 
 def _kept(network: MultiExitNetwork, folder: Path) -> MultiExitNetwork:
     network.load_state_dict(MultiExitNetwork.load(folder / "kept").state_dict())
-    return network.eval()
+    return network.requires_grad_(True).eval()
 
 
 def _gradients(
-    goal: Objective, parameters: Sequence[Tensor], contrast: Contrast, *, compare: bool
+    goal: Objective, parameters: Sequence[Tensor], contrast: Contrast, processes: Processes, *, compare: bool
 ) -> tuple[list[Tensor | None], float]:
-    """Gradients to step with, from one forward pass; the angle is NaN where nothing was compared."""
+    """Gradients to step with, from one forward pass; the angle in degrees is NaN where nothing was compared.
+
+    Means over the processes come first: all of them must see one angle, and decide alike.
+    """
+
+    def gradient(loss: Tensor, *, again: bool = False) -> list[Tensor | None]:
+        return processes.mean(torch.autograd.grad(loss, parameters, retain_graph=again, allow_unused=True))
+
     if goal.contrastive is None:
-        return list(torch.autograd.grad(goal.cross_entropy, parameters, allow_unused=True)), math.nan
+        return gradient(goal.supervised), math.nan
     if not compare:
-        total = goal.cross_entropy + contrast.weight * goal.contrastive
-        return list(torch.autograd.grad(total, parameters, allow_unused=True)), math.nan
-    ce = torch.autograd.grad(goal.cross_entropy, parameters, retain_graph=True, allow_unused=True)
-    acl = torch.autograd.grad(goal.contrastive, parameters, allow_unused=True)
-    return acl_grad(ce, acl, contrast)
+        return gradient(goal.share * goal.supervised + contrast.weight * goal.contrastive), math.nan
+    first, second = gradient(goal.supervised, again=True), gradient(goal.contrastive)
+    if goal.gated:
+        return acl_grad(first, second, contrast)
+    return weighted_sum(first, second, goal.share, contrast.weight), angle_between(first, second)
 
 
 def _end_epoch(
@@ -318,7 +502,7 @@ def _end_epoch(
     known = [a for a in progress.angles if not math.isnan(a)]
     mean = sum(known) / len(known) if known else math.nan
     conflicts = sum(a > settings.contrast.max_angle for a in known) / len(known) if known else math.nan
-    return EpochReport(progress.epoch + 1, per_exit, score, best, mean, conflicts)
+    return EpochReport(progress.epoch + 1, progress.stage + 1, per_exit, score, best, mean, conflicts)
 
 
 def _linear(steps: int, warmup: float) -> Callable[[int], float]:
@@ -333,135 +517,17 @@ def _identity(
     return {
         **asdict(replace(settings, checkpoint_minutes=0.0)),
         "architecture": network.architecture.model_dump_json(),
-        "training data": _digest(training_data),
-        "validation data": _digest(validation_data),
+        "training data": digest(training_data),
+        "validation data": digest(validation_data),
     }
-
-
-def _digest(data: Tokenized) -> str:
-    digest = hashlib.sha256(data.labels.tobytes())
-    for text in data.texts:
-        digest.update(repr((text.ids, text.type_ids)).encode())
-    return digest.hexdigest()
-
-
-def _require_same(path: Path, theirs: dict[str, Any], ours: dict[str, Any]) -> None:
-    differing = [name for name in {**ours, **theirs} if theirs.get(name) != ours.get(name)]
-    if differing:
-        raise TrainingError(f"{path}: was written with other {', '.join(differing)}; it cannot be resumed")
-
-
-def _save(
-    path: Path,
-    identity: dict[str, Any],
-    progress: _Progress,
-    network: MultiExitNetwork,
-    optimizer: torch.optim.Optimizer,
-    schedule: torch.optim.lr_scheduler.LRScheduler,
-) -> None:
-    document = {
-        "identity": identity,
-        "progress": asdict(progress),
-        "network": network.state_dict(),
-        "optimizer": optimizer.state_dict(),
-        "schedule": schedule.state_dict(),
-        "torch_rng": torch.get_rng_state(),
-        "cuda_rng": torch.cuda.get_rng_state_all() if torch.cuda.is_available() else [],
-    }
-    partial = path.with_suffix(".partial")
-    torch.save(document, partial)
-    os.replace(partial, path)
-
-
-def _restore(
-    path: Path,
-    identity: dict[str, Any],
-    network: MultiExitNetwork,
-    optimizer: torch.optim.Optimizer,
-    schedule: torch.optim.lr_scheduler.LRScheduler,
-) -> _Progress:
-    try:
-        document = torch.load(path, map_location="cpu", weights_only=True)
-    except (OSError, RuntimeError, EOFError, pickle.UnpicklingError) as error:
-        raise TrainingError(f"{path}: not a whole checkpoint; remove it to train from the start") from error
-    _require_same(path, document["identity"], identity)
-    network.load_state_dict(document["network"])
-    optimizer.load_state_dict(document["optimizer"])
-    schedule.load_state_dict(document["schedule"])
-    torch.set_rng_state(document["torch_rng"])
-    if document["cuda_rng"] and torch.cuda.is_available():
-        torch.cuda.set_rng_state_all(document["cuda_rng"])
-    return _Progress(**document["progress"])
-
-
-def _replace_text(path: Path, text: str) -> None:
-    partial = path.with_suffix(".partial")
-    partial.write_text(text, encoding="utf-8")
-    os.replace(partial, path)
-
-
-def _replace_folder(target: Path, write: Callable[[Path], None]) -> None:
-    """Writes a folder beside ``target`` and swaps it in, so a kill leaves the old one or the new one."""
-    partial, old = target.with_name(target.name + ".partial"), target.with_name(target.name + ".old")
-    for leftover in (partial, old):
-        shutil.rmtree(leftover, ignore_errors=True)
-    write(partial)
-    if target.exists():
-        os.replace(target, old)
-    os.replace(partial, target)
-    shutil.rmtree(old, ignore_errors=True)
-
-
-class _Log:
-    """Appends rows to a CSV with a header."""
-
-    def __init__(self, path: Path, header: Sequence[str]) -> None:
-        fresh = not path.exists()
-        self._stream = path.open("a", newline="", encoding="utf-8")
-        self._writer = csv.writer(self._stream)
-        if fresh:
-            self._writer.writerow(header)
-
-    def __enter__(self) -> "_Log":
-        return self
-
-    def __exit__(self, *exc: object) -> None:
-        self._stream.close()
-
-    def write(self, row: Sequence[object]) -> None:
-        self._writer.writerow([f"{c:.6g}" if isinstance(c, float) else c for c in row])
-
-    def flush(self) -> None:
-        self._stream.flush()
-
-
-def _rows(path: Path) -> Iterator[dict[str, str]]:
-    if path.exists():
-        with path.open(newline="", encoding="utf-8") as stream:
-            yield from csv.DictReader(stream)
-
-
-def _trim_log(path: Path, step: int) -> None:
-    """Drops rows that were written after the checkpoint: those steps are done again.
-
-    The last row may be torn, and half of its step's number is a smaller number: it counts only if it is whole.
-    """
-    rows = [r for r in _rows(path) if None not in r.values() and int(r["step"]) <= step]
-    if not rows:
-        path.unlink(missing_ok=True)
-        return
-    with path.open("w", newline="", encoding="utf-8") as stream:
-        writer = csv.DictWriter(stream, rows[0].keys())
-        writer.writeheader()
-        writer.writerows(rows)
 
 
 def _log_epoch(path: Path, report: EpochReport) -> None:
-    rows = [r for r in _rows(path) if int(r["epoch"]) < report.epoch]
-    row: dict[str, object] = {"epoch": report.epoch, "score": f"{report.score:.6f}"}
+    earlier = [r for r in rows(path) if int(r["epoch"]) < report.epoch]
+    row: dict[str, object] = {"epoch": report.epoch, "stage": report.stage, "score": f"{report.score:.6f}"}
     row |= {f"exit_{n}": f"{v:.6f}" for n, v in report.per_exit.items()}
     row |= {"mean_angle": f"{report.mean_angle:.4f}", "share_of_conflicts": f"{report.share_of_conflicts:.5f}"}
     with path.open("w", newline="", encoding="utf-8") as stream:
         writer = csv.DictWriter(stream, row.keys())
         writer.writeheader()
-        writer.writerows([*rows, row])
+        writer.writerows([*earlier, row])

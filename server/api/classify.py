@@ -60,7 +60,7 @@ async def classify(model: ServedModel, request: ClassifyRequest, settings: Setti
             deadline_seconds=None if deadline_ms is None else deadline_ms / 1000,
         )
     except Overloaded as error:
-        model.metrics.rejected("queue_full")
+        model.metrics.rejected(error.reason)
         raise ApiError(429, str(error), headers={"Retry-After": str(error.retry_after)}) from None
     except NotRunning:
         model.metrics.rejected("not_running")

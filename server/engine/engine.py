@@ -13,12 +13,14 @@ import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
-from typing import Protocol
+from typing import Any, Literal, Protocol
 
 import numpy as np
 
 from models.exits import Policy, Reason, agree, decide, judge
 from models.tokenization import Encoded, TextEncoder
+from server.engine.latency import LatencyTable
+from server.engine.order import Order, oldest
 from server.engine.request import Answer, Batch, Failure, Item, Outcome, Reading, Submission, Text
 from server.engine.runner import SegmentRunner
 from server.engine.scheduler import Scheduler
@@ -31,10 +33,12 @@ INLINE_CHARACTERS = 2_000
 
 
 class Overloaded(Exception):
-    """The bounded queue is full; try again in ``retry_after`` seconds."""
+    """The bounded queue is full, or the deadline would pass before the first exit; try again in ``retry_after`` s."""
 
-    def __init__(self, retry_after: int) -> None:
-        super().__init__(f"too many texts are waiting; try again in {retry_after} s")
+    def __init__(self, reason: Literal["queue_full", "late"], retry_after: int) -> None:
+        why = {"queue_full": "too many texts are waiting", "late": "the deadline would pass before the first exit"}
+        super().__init__(f"{why[reason]}; try again in {retry_after} s")
+        self.reason = reason
         self.retry_after = retry_after
 
 
@@ -91,9 +95,14 @@ class Engine:
         max_queue: int,
         max_batch_tokens: int,
         max_batch_texts: int,
+        latency: LatencyTable | None = None,
+        order: Order = oldest,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """Temperatures have one entry per exit; ``max_queue`` bounds the texts admitted and not yet settled."""
+        """Temperatures have one entry per exit; ``max_queue`` bounds the texts admitted and not yet settled.
+
+        Without a ``latency`` table nobody is refused for being late before it is tried.
+        """
         self._runner = runner
         self._encoder = encoder
         self._blank_tokens = len(encoder.encode("")), len(encoder.encode("", ""))
@@ -104,11 +113,22 @@ class Engine:
         self._clock = clock
         self._arrivals = itertools.count()
         self._admitted = 0
+        # Admitted, and neither settled nor abandoned: who must be told, should the engine break.
+        self._open: set[Item] = set()
         self._accepting = False
+        self._broken = False
         self._stopping = False
-        self._scheduler = Scheduler(self._last_exit, max_batch_tokens=max_batch_tokens, max_batch_texts=max_batch_texts)
-        # Guards the scheduler; waited on by idle workers.
+        self._scheduler: Scheduler[Item] = Scheduler(
+            self._last_exit,
+            max_batch_tokens=max_batch_tokens,
+            max_batch_texts=max_batch_texts,
+            latency=latency,
+            order=order,
+            workers=workers,
+        )
+        # Guards the scheduler and the count of busy workers; waited on by idle workers.
         self._work = threading.Condition()
+        self._busy = workers
         self._workers = [
             threading.Thread(target=self._serve, name=f"offramp-worker-{number}", daemon=True)
             for number in range(1, workers + 1)
@@ -166,7 +186,8 @@ class Engine:
             raise NotRunning
         started = self._clock()
         if self._admitted + len(texts) > self._max_queue:
-            raise Overloaded(retry_after=1)
+            with self._work:
+                raise Overloaded("queue_full", self._scheduler.retry_after(started))
         self._admit(len(texts))
         items: list[Item] = []
         submission = Submission(len(texts), self._loop.create_future())
@@ -174,6 +195,10 @@ class Engine:
             encoded = await self._encode(texts, truncate)
             tokenized = self._clock()
             deadline = None if deadline_seconds is None else started + deadline_seconds
+            if deadline is not None:
+                with self._work:
+                    if self._scheduler.would_be_late(tokenized, deadline, sum(len(one) for one in encoded)):
+                        raise Overloaded("late", self._scheduler.retry_after(tokenized))
             items = [
                 Item(
                     arrival=next(self._arrivals),
@@ -189,16 +214,20 @@ class Engine:
             ]
         finally:
             # From here on each item gives its own place back, when it is settled or abandoned.
+            self._open.update(items)
             self._release(len(texts) - len(items))
         if not items:
             return Submitted([], tokenized - started)
-        with self._work:
-            self._scheduler.add(items, tokenized)
-            self._work.notify()
         timer = None
-        if deadline is not None:
-            timer = self._loop.call_later(max(0.0, deadline - tokenized), self._expire, items)
         try:
+            if self._broken:
+                # While these were tokenized; nobody would run them.
+                raise NotRunning
+            with self._work:
+                self._scheduler.add(items, tokenized)
+                self._work.notify()
+            if deadline is not None:
+                timer = self._loop.call_later(max(0.0, deadline - tokenized), self._expire, items)
             await submission.future
         finally:
             if timer is not None:
@@ -236,8 +265,7 @@ class Engine:
     def _settle(self, outcomes: Sequence[tuple[Item, Outcome]]) -> None:
         fresh = [(item, outcome) for item, outcome in outcomes if not item.done]
         for item, outcome in fresh:
-            item.done = True
-            self._release(1)
+            self._finish(item)
             item.submission.settle(item.index, outcome)
         # Only now: whatever an observer raises, every text has its outcome.
         for _, outcome in fresh:
@@ -246,11 +274,25 @@ class Engine:
             else:
                 self._observer.failed(outcome)
 
+    def _finish(self, item: Item) -> None:
+        item.done = True
+        self._open.discard(item)
+        self._release(1)
+
+    def _break(self) -> None:
+        """Nothing can be relied on any more: accepts nothing, and fails what waits or runs, so that nobody hangs."""
+        self._accepting = False
+        self._broken = True
+        with self._work:
+            self._stopping = True
+            self._work.notify_all()
+        self._settle([(item, Failure("internal")) for item in list(self._open)])
+
     def _expire(self, items: Sequence[Item]) -> None:
         """The deadline of ``items`` is here: whoever has passed an exit is answered from the latest one."""
         late = [item for item in items if not item.done]
-        self._forget(late)
         self._settle([(item, self._at_deadline(item)) for item in late])
+        self._forget(late)
 
     def _at_deadline(self, item: Item) -> Outcome:
         # Once: a worker that runs a segment of it may add a reading meanwhile.
@@ -264,10 +306,10 @@ class Engine:
     def _abandon(self, items: Sequence[Item]) -> None:
         """Nobody waits for ``items`` any more (none of them where all were settled)."""
         left = [item for item in items if not item.done]
-        self._forget(left)
         for item in left:
-            item.done = True
-            self._release(1)
+            self._finish(item)
+        self._forget(left)
+        for _ in left:
             self._observer.cancelled()
 
     def _forget(self, items: Sequence[Item]) -> None:
@@ -279,82 +321,113 @@ class Engine:
     # On worker threads.
 
     def _serve(self) -> None:
-        while (batch := self._next()) is not None:
-            leavers, survivors = self._step(batch)
-            if leavers:
-                self._send(leavers)
-            if survivors:
-                with self._work:
-                    self._scheduler.add(survivors, self._clock())
+        try:
+            ran: _Ran | None = None
+            while (picked := self._exchange(ran)) is not None:
+                ran = self._step(*picked)
+                if ran.leavers:
+                    self._send(self._settle, ran.leavers)
+        except BaseException:
+            # A micro-batch that fails ends nothing (see _step). This is the scheduler, or the interpreter's end.
+            logger.exception("a worker died; the engine stops")
+            self._send(self._break)
 
-    def _next(self) -> Batch | None:
-        """The next micro-batch, once there is one; ``None`` when the engine stops."""
+    def _exchange(self, ran: "_Ran | None") -> tuple[Batch, bool] | None:
+        """Hands over what a worker ran and takes its next micro-batch, once there is one, and whether it has the
+        machine to itself; ``None`` when the engine stops."""
         with self._work:
+            if ran is not None:
+                answers = sum(isinstance(outcome, Answer) for _, outcome in ran.leavers)
+                self._scheduler.ran(ran.segment, answers + len(ran.survivors), answers)
+                self._scheduler.add(ran.survivors, self._clock())
             while not self._stopping:
                 batch = self._scheduler.pick(self._clock())
                 if batch is not None:
-                    if self._scheduler.waiting:
+                    more = self._scheduler.waiting > 0
+                    if more:
                         self._work.notify()
-                    return batch
+                    return batch, self._busy == 1 and not more
+                self._busy -= 1
                 self._work.wait()
+                self._busy += 1
         return None
 
-    def _step(self, batch: Batch) -> tuple[list[tuple[Item, Outcome]], list[Item]]:
+    def _step(self, batch: Batch, lone: bool) -> "_Ran":
         """Runs one segment: those that leave with their outcomes, and those that go on.
 
-        Never raises: whatever goes wrong fails this batch's items and nobody else's.
+        Never raises: where the micro-batch breaks, each of its texts gets a run of its own, so that whichever broke it
+        fails alone.
         """
         try:
-            return self._run(batch)
+            return self._run(batch, lone)
         except Exception:
             logger.exception("segment %d failed for %d texts", batch.segment, len(batch.items))
-            return [(item, Failure("internal")) for item in batch.items], []
+        if len(batch.items) == 1:
+            return _Ran(batch.segment, [(batch.items[0], Failure("internal"))], [])
+        alone = [self._step(replace(batch, items=[item]), lone) for item in batch.items]
+        leavers = [leaver for ran in alone for leaver in ran.leavers]
+        return _Ran(batch.segment, leavers, [item for ran in alone for item in ran.survivors])
 
-    def _run(self, batch: Batch) -> tuple[list[tuple[Item, Outcome]], list[Item]]:
+    def _run(self, batch: Batch, lone: bool) -> "_Ran":
         segment, items = batch.segment, batch.items
         started = self._clock()
-        output = self._runner.run(segment, items)
+        output = self._runner.run(segment, items, lone=lone)
         seconds = self._clock() - started
-        verdict = judge(output.logits, *self._temperatures[segment - 1])
-        streaks = agree(
-            verdict.labels,
-            np.fromiter((item.previous_label for item in items), np.int64, len(items)),
-            np.fromiter((item.streak for item in items), np.int64, len(items)),
-        )
+        logits = output.logits.astype(np.float64)
+        verdict = judge(logits, *self._temperatures[segment - 1])
+        finite, labels = verdict.finite.tolist(), verdict.labels.tolist()
+        confidences, entropies = verdict.confidence.tolist(), verdict.entropy.tolist()
+        # The last exit agrees with itself.
+        agreements = verdict.agreement.tolist() if segment < self._last_exit else [1.0] * len(items)
+        streaks = [agree(label, item.previous_label, item.streak) for label, item in zip(labels, items, strict=True)]
         reasons = decide(verdict, streaks, [item.policy for item in items], segment, self._last_exit)
+        staying = [row for row, reason in enumerate(reasons) if reason is None and finite[row]]
+        states = dict(zip(staying, output.carry(staying), strict=True))
+        # Nothing below raises: a text that is run again after a failure must not have half a run behind it.
         leavers: list[tuple[Item, Outcome]] = []
-        survivors: list[Item] = []
         for row, (item, reason) in enumerate(zip(items, reasons, strict=True)):
             item.queue_seconds += started - item.waiting_since
             item.inference_seconds += seconds
-            if not verdict.finite[row]:
+            if not finite[row]:
                 leavers.append((item, Failure("nonfinite")))
                 continue
-            label = int(verdict.labels[row])
             item.readings.append(
                 Reading(
                     exit=segment,
-                    logits=output.logits[row].astype(np.float64),
+                    logits=logits[row],
                     probabilities=verdict.probabilities[row],
-                    label=label,
-                    confidence=float(verdict.confidence[row]),
-                    entropy=float(verdict.entropy[row]),
-                    # The last exit agrees with itself.
-                    agreement=1.0 if segment == self._last_exit else float(verdict.agreement[row]),
+                    label=labels[row],
+                    confidence=confidences[row],
+                    entropy=entropies[row],
+                    agreement=agreements[row],
                 )
             )
             if reason is not None:
                 leavers.append((item, item.answer(reason)))
             else:
-                item.previous_label, item.streak = label, int(streaks[row])
-                item.segment, item.state = segment + 1, output.states[row]
-                survivors.append(item)
-        self._observer.segment_ran(segment, len(items), seconds)
-        return leavers, survivors
+                item.previous_label, item.streak = labels[row], streaks[row]
+                item.segment, item.state = segment + 1, states[row]
+        self._observe(segment, len(items), seconds)
+        return _Ran(segment, leavers, [items[row] for row in staying])
 
-    def _send(self, outcomes: list[tuple[Item, Outcome]]) -> None:
+    def _observe(self, segment: int, texts: int, seconds: float) -> None:
         try:
-            self._loop.call_soon_threadsafe(self._settle, outcomes)
+            self._observer.segment_ran(segment, texts, seconds)
+        except Exception:
+            logger.exception("an observer failed")
+
+    def _send(self, call: Callable[..., None], *arguments: Any) -> None:
+        try:
+            self._loop.call_soon_threadsafe(call, *arguments)
         except RuntimeError:
             # The loop was closed without closing the engine: nobody is left to be told.
-            logger.debug("the event loop is closed; %d outcomes dropped", len(outcomes))
+            logger.debug("the event loop is closed; %s dropped", call.__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class _Ran:
+    """What has become of the texts of a micro-batch that ran ``segment``."""
+
+    segment: int
+    leavers: list[tuple[Item, Outcome]]
+    survivors: list[Item]

@@ -3,7 +3,7 @@
 import asyncio
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Generic, Literal, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -131,9 +131,15 @@ class Item:
         )
 
 
+T = TypeVar("T")
+
+
 @dataclass(frozen=True, slots=True)
-class Batch:
+class Picked(Generic[T]):
     """A micro-batch: items that run segment ``segment`` together."""
 
     segment: int
-    items: Sequence[Item]
+    items: Sequence[T]
+
+
+Batch = Picked[Item]

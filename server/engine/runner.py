@@ -1,12 +1,15 @@
 """Runs segments: one ONNX Runtime session for each graph of a bundle.
 
-State crosses from segment to segment as NumPy arrays on the host, one slice for each text, so that survivors of
-different micro-batches can be regrouped.
+A micro-batch is packed: its texts lie side by side in one row of tokens, and ``attention_mask`` numbers them from 1
+(docs/decisions/0001). State crosses from segment to segment as NumPy arrays on the host, one slice of tokens for each
+text, so that survivors of different micro-batches are regrouped by joining their slices.
 """
 
 import importlib
+import itertools
 import logging
 import os
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -17,9 +20,13 @@ from numpy.typing import NDArray
 from models.architecture import Architecture
 from models.bundle import Bundle, Precision, segment_io, state_names
 from server.config import StartError
+from server.engine.latency import LatencyTable, Measurement
 from server.engine.request import State
 
 logger = logging.getLogger("offramp.engine")
+
+# More than these change a median little, and a fast model need not be measured until its time is up.
+MEASURING_ROUNDS = 5
 
 
 class Work(Protocol):
@@ -35,16 +42,34 @@ class Work(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class SegmentOutput:
-    """``logits [B, K]``, and for each text the state that its next segment takes (empty after the last segment)."""
+    """What a segment says of B texts: ``logits [B, K]``, and the state that the next segment takes.
+
+    ``state`` holds ``[T, H]`` for each name, all texts' tokens side by side (nothing after the last segment); text i
+    has those from ``bounds[i]`` to ``bounds[i + 1]``.
+    """
 
     logits: NDArray[np.float32]
-    states: list[State]
+    state: State
+    bounds: Sequence[int]
+
+    def carry(self, rows: Sequence[int]) -> list[State]:
+        """The state of each of ``rows``, the texts that go on.
+
+        A slice keeps the arrays of all texts alive for as long as its text waits. So slices are handed out only where
+        at least half of the tokens go on; else copies, and whoever waits never holds more than twice what it needs.
+        """
+        places = [slice(self.bounds[row], self.bounds[row + 1]) for row in rows]
+        tokens = sum(place.stop - place.start for place in places)
+        if 2 * tokens < self.bounds[-1]:
+            return [tuple(array[place].copy() for array in self.state) for place in places]
+        return [tuple(array[place] for array in self.state) for place in places]
 
 
 class SegmentRunner(Protocol):
     """What the engine asks of a runner; called from several threads at once."""
 
-    def run(self, segment: int, items: Sequence[Work]) -> SegmentOutput: ...
+    def run(self, segment: int, items: Sequence[Work], *, lone: bool = False) -> SegmentOutput:
+        """Runs ``segment`` (1 = first) on ``items``; ``lone`` says that nothing else runs or waits to be run."""
 
 
 def load_onnxruntime() -> Any:
@@ -66,7 +91,11 @@ def load_onnxruntime() -> Any:
 
 
 class Runner:
-    """The sessions of one bundle and precision. ``run`` may be called from several threads at once."""
+    """The sessions of one bundle and precision. ``run`` may be called from several threads at once.
+
+    Under load every worker runs one thread. A text that has the machine to itself may run on more: those are a second
+    set of sessions (:meth:`widen`), since ONNX Runtime fixes the threads of a session when it opens.
+    """
 
     def __init__(self, bundle: Bundle, *, precision: Precision, device: str, threads: int) -> None:
         """Opens a session for every segment on ``device`` (``auto``, ``cpu``, ``cuda`` or ``cuda:<n>``), ``threads``
@@ -74,38 +103,53 @@ class Runner:
 
         Raises :class:`StartError` where a graph does not fit the manifest or ``cuda`` does not work.
         """
-        ort = load_onnxruntime()
+        self._ort = load_onnxruntime()
         self._architecture: Architecture = bundle.manifest.architecture
         self._labels = len(bundle.manifest.labels)
         self._largest_id = bundle.encoder.largest_id
         self._largest_type = bundle.encoder.largest_type_id(pair=bundle.manifest.takes_pairs)
         segments = range(1, len(self._architecture.exits) + 1)
         self._paths = [bundle.graph(segment, precision) for segment in segments]
+        self._outputs = [list(segment_io(self._architecture, segment)[1]) for segment in segments]
+        self._states = [state_names(self._architecture, segment) for segment in segments][:-1]
         self.device = device
         if device == "auto":
-            self.device = "cuda" if "CUDAExecutionProvider" in ort.get_available_providers() else "cpu"
+            self.device = "cuda" if "CUDAExecutionProvider" in self._ort.get_available_providers() else "cpu"
+        if self.device != "cpu" and hasattr(self._ort, "preload_dlls"):
+            # CUDA and cuDNN from NVIDIA's own packages, where they are not on the loader's path; says what it misses.
+            self._ort.preload_dlls()
         try:
-            self._sessions = [self._open(ort, bundle, precision, segment, threads) for segment in segments]
+            self._sessions = self._open_all(threads)
         except _NoCuda as error:
             if device != "auto":
                 raise StartError(f"device {device} was asked for, but CUDA does not work here: {error}") from None
             logger.warning("device auto: CUDA does not work here, taking the CPU: %s", error)
             self.device = "cpu"
-            self._sessions = [self._open(ort, bundle, precision, segment, threads) for segment in segments]
-        self._outputs = [list(segment_io(self._architecture, segment)[1]) for segment in segments]
-        self._states = [state_names(self._architecture, segment) for segment in segments][:-1]
+            self._sessions = self._open_all(threads)
+        self.threads = self.lone_threads = threads
+        self._lone_sessions = self._sessions
 
-    def _open(self, ort: Any, bundle: Bundle, precision: Precision, segment: int, threads: int) -> Any:
+    def widen(self, threads: int) -> None:
+        """From here on lone runs use ``threads`` CPU threads; costs the memory of another set of sessions."""
+        self._lone_sessions = self._sessions if threads == self.threads else self._open_all(threads)
+        self.lone_threads = threads
+
+    def _open_all(self, threads: int) -> list[Any]:
+        return [self._open(segment, threads) for segment in range(1, len(self._paths) + 1)]
+
+    def _open(self, segment: int, threads: int) -> Any:
+        ort, path = self._ort, self._paths[segment - 1]
         options = ort.SessionOptions()
         options.intra_op_num_threads = threads
         options.inter_op_num_threads = 1
         # Sessions in series spin against each other: segments took 7 times the monolith's time (design.md section 5).
         options.add_session_config_entry("session.intra_op.allow_spinning", "0")
         options.add_session_config_entry("session.inter_op.allow_spinning", "0")
-        # Memory patterns are per shape, and shapes are as many as batch sizes times lengths.
+        # Memory patterns are per shape, and shapes are as many as packs. An arena never gives back what it once took:
+        # with packs of random lengths it grew by 360 MB, and saved no time (docs/decisions/0008).
         options.enable_mem_pattern = False
+        options.enable_cpu_mem_arena = False
         options.log_severity_level = 3
-        path = bundle.graph(segment, precision)
         providers: list[Any] = ["CPUExecutionProvider"]
         if self.device != "cpu":
             if "CUDAExecutionProvider" not in ort.get_available_providers():
@@ -136,30 +180,27 @@ class Runner:
         if isinstance(width, int) and width != self._labels:
             raise StartError(f"{path}: logits of width {width} for {self._labels} labels")
 
-    def run(self, segment: int, items: Sequence[Work]) -> SegmentOutput:
-        """Runs ``segment`` (1 = first) on ``items``, padded to the longest of them."""
+    def run(self, segment: int, items: Sequence[Work], *, lone: bool = False) -> SegmentOutput:
+        """Runs ``segment`` (1 = first) on ``items``, packed into one row; ``lone`` runs may use more threads."""
+        lengths = [len(item.ids) for item in items]
+        bounds = [0, *itertools.accumulate(lengths)]
         feeds: dict[str, NDArray[Any]] = {}
         if segment == 1:
-            lengths = [len(item.ids) for item in items]
-            rows, longest = len(items), max(lengths)
-            feeds["input_ids"] = _padded([item.ids for item in items], longest)
+            feeds["input_ids"] = _packed([item.ids for item in items])
             offset = self._architecture.position_offset
-            positions = np.arange(offset, offset + longest, dtype=np.int64)
-            feeds["position_ids"] = np.broadcast_to(positions, (rows, longest)).copy()
+            feeds["position_ids"] = _packed([np.arange(offset, offset + length) for length in lengths])
             if self._architecture.uses_token_type_ids:
-                feeds["token_type_ids"] = _padded([item.type_ids for item in items], longest)
+                feeds["token_type_ids"] = _packed([item.type_ids for item in items])
         else:
-            lengths = [len(item.state[0]) for item in items]
-            longest = max(lengths)
             for place, name in enumerate(self._states[segment - 2]):
-                feeds[name] = _padded([item.state[place] for item in items], longest)
-        feeds["attention_mask"] = (np.arange(longest) < np.asarray(lengths)[:, None]).astype(np.int64)
-        logits, *state = self._sessions[segment - 1].run(self._outputs[segment - 1], feeds)
-        states = [tuple(array[row, :length] for array in state) for row, length in enumerate(lengths)]
-        return SegmentOutput(logits, states)
+                feeds[name] = _packed([item.state[place] for item in items])
+        feeds["attention_mask"] = np.repeat(np.arange(1, len(items) + 1), lengths)[None]
+        sessions = self._lone_sessions if lone else self._sessions
+        logits, *state = sessions[segment - 1].run(self._outputs[segment - 1], feeds)
+        return SegmentOutput(logits, tuple(array[0] for array in state), bounds)
 
     def warm_up(self, max_batch_tokens: int, max_batch_texts: int) -> None:
-        """Runs every segment on a few shapes, the largest first, so that no request pays for first-time allocations.
+        """Runs every segment on a few sizes, the largest first, so that no request pays for first-time allocations.
 
         No batch is larger than requests will make one. The texts are as long as any can be and hold the largest ids
         that the tokenizer gives, so what passes here looks up nothing beyond a graph's tables later. Raises
@@ -172,21 +213,66 @@ class Runner:
             # Only segment 1 looks positions up; to take such a text through all of them would hold up the start.
             self._try(1, [self._blank(limit)])
         most = min(max_batch_texts, max(1, max_batch_tokens // longest))
-        for rows, length in ((most, longest), (1, min(32, longest)), (1, 3)):
-            items = [self._blank(length) for _ in range(rows)]
-            for segment in range(1, len(self._sessions) + 1):
-                output = self._try(segment, items)
-                items = [self._blank(length, state) for state in output.states]
+        for texts, length in ((most, longest), (1, min(3, longest))):
+            self._time([length] * texts)
+
+    def measure(self, max_batch_tokens: int, max_batch_texts: int, seconds: float) -> LatencyTable:
+        """How long runs of several sizes take, measured for about ``seconds``, the largest first; a slow model is
+        measured on fewer sizes."""
+        end = time.perf_counter() + seconds
+        sizes = _sizes(max_batch_tokens, max_batch_texts, min(self._architecture.max_length, max_batch_tokens))
+        measured: list[Measurement] = []
+        for lengths in sizes * MEASURING_ROUNDS:
+            measured += self._time(lengths)
+            if time.perf_counter() > end:
+                break
+        return LatencyTable.from_measurements(measured)
+
+    def fit_lone_threads(self, most: int) -> dict[int, float]:
+        """Measures a text of middle length on 1, 2, 4 ... threads, up to ``most``, and keeps the number for lone runs.
+
+        More threads must earn a tenth of the time each time they double: what they take, no other process has. Returns
+        the seconds measured by number of threads.
+        """
+        lengths = [min(32, self._architecture.max_length)]
+
+        def best() -> float:
+            self._time(lengths, lone=True)
+            return min(sum(one.seconds for one in self._time(lengths, lone=True)) for _ in range(3))
+
+        self.widen(self.threads)
+        measured = {self.threads: best()}
+        threads, kept = 2 * self.threads, self._lone_sessions
+        while threads <= most:
+            self.widen(threads)
+            measured[threads] = best()
+            if measured[threads] > 0.9 * measured[threads // 2]:
+                self._lone_sessions, self.lone_threads = kept, threads // 2
+                break
+            threads, kept = 2 * threads, self._lone_sessions
+        return measured
+
+    def _time(self, lengths: Sequence[int], *, lone: bool = False) -> list[Measurement]:
+        """Takes texts of these ``lengths`` through all segments, checks what comes out, and says how long each took."""
+        items = [self._blank(length) for length in lengths]
+        measured = []
+        for segment in range(1, len(self._paths) + 1):
+            started = time.perf_counter()
+            output = self._try(segment, items, lone=lone)
+            measured.append(Measurement(segment, len(lengths), sum(lengths), time.perf_counter() - started))
+            states = output.carry(range(len(items)))
+            items = [self._blank(length, state) for length, state in zip(lengths, states, strict=True)]
+        return measured
 
     def _blank(self, length: int, state: State = ()) -> "_Blank":
         ids, type_ids = np.zeros(length, dtype=np.int64), np.zeros(length, dtype=np.int64)
         ids[0], type_ids[0] = self._largest_id, self._largest_type
         return _Blank(ids, type_ids, state)
 
-    def _try(self, segment: int, items: Sequence[Work]) -> SegmentOutput:
+    def _try(self, segment: int, items: Sequence[Work], *, lone: bool = False) -> SegmentOutput:
         path = self._paths[segment - 1]
         try:
-            output = self.run(segment, items)
+            output = self.run(segment, items, lone=lone)
         except Exception as error:  # noqa: BLE001 - onnxruntime raises many types of its own
             raise StartError(f"{path}: does not run ({_one_line(error)})") from None
         self._check_output(output, len(items), path)
@@ -200,7 +286,7 @@ class Runner:
         if not np.isfinite(output.logits).all():
             raise StartError(f"{path}: logits of a warm-up text are not finite")
         width = self._architecture.hidden_size
-        if any(array.shape[-1] != width for array in output.states[0]):
+        if any(array.shape[-1] != width for array in output.state):
             raise StartError(f"{path}: state is not as wide as the manifest's hidden_size {width}")
 
 
@@ -217,15 +303,21 @@ class _Blank:
     state: State
 
 
-def _padded(rows: Sequence[NDArray[Any]], longest: int) -> NDArray[Any]:
-    """``rows [S_i, ...]`` stacked to ``[B, longest, ...]``, zeros behind the shorter ones."""
-    first = rows[0]
-    if len(rows) == 1:
-        return np.ascontiguousarray(first[None])
-    stacked = np.zeros((len(rows), longest, *first.shape[1:]), dtype=first.dtype)
-    for row, values in enumerate(rows):
-        stacked[row, : len(values)] = values
-    return stacked
+def _sizes(max_batch_tokens: int, max_batch_texts: int, longest: int) -> list[list[int]]:
+    """Lengths of the texts of each micro-batch to measure, largest first: 1, 8 and 32 texts; 8, 32, 128 ... tokens."""
+    sizes = []
+    for texts in sorted({1, min(8, max_batch_texts), min(32, max_batch_texts)}):
+        tokens = 8
+        while tokens <= max_batch_tokens:
+            if 3 <= tokens // texts <= longest:
+                sizes.append([tokens // texts] * texts)
+            tokens *= 4
+    return sorted(sizes or [[longest]], key=sum, reverse=True)
+
+
+def _packed(parts: Sequence[NDArray[Any]]) -> NDArray[Any]:
+    """``parts [S_i, ...]`` side by side in one row, ``[1, sum of S_i, ...]``; a single part is not copied."""
+    return (parts[0] if len(parts) == 1 else np.concatenate(parts))[None]
 
 
 def _one_line(error: Exception) -> str:

@@ -4,108 +4,335 @@ Pure data and decisions: no I/O, no ONNX Runtime, no asyncio, no clock (time com
 (the caller holds one).
 """
 
-import heapq
-from collections.abc import Iterable
+import math
+from bisect import bisect_left, bisect_right, insort
+from collections import deque
+from collections.abc import Callable, Iterable, Sequence
+from operator import attrgetter
+from typing import Any, Generic, Protocol, TypeVar
 
-from server.engine.request import Batch, Item
+from server.engine.latency import LatencyTable
+from server.engine.order import Chances, Order, Queue, oldest
+from server.engine.request import Picked
 
-# Texts of one micro-batch are padded to its longest, so only texts whose lengths fall into one bucket go together.
-BUCKET_TOKENS = 16
 
+class Waiting(Protocol):
+    """What the scheduler needs to know of a text; :class:`server.engine.request.Item` is one.
 
-class Scheduler:
-    """Queues of waiting items by segment and length bucket, oldest first.
-
-    The oldest waiting item always goes next, whatever its segment, so nobody starves; whoever waits for the same
-    segment with a similar length goes with it, oldest first, while the padded batch stays within ``max_batch_tokens``
-    and ``max_batch_texts``. An item longer than the token budget runs alone.
+    ``arrival`` is its own and orders texts by age. ``segment`` is the one to run next and must not change while the
+    text waits. ``done`` means that nobody waits for it any more. ``queued`` and ``waiting_since`` belong to the
+    scheduler.
     """
 
-    def __init__(self, segments: int, *, max_batch_tokens: int, max_batch_texts: int) -> None:
+    queued: bool
+    waiting_since: float
+
+    @property
+    def arrival(self) -> int: ...
+    @property
+    def segment(self) -> int: ...
+    @property
+    def tokens(self) -> int: ...
+    @property
+    def deadline(self) -> float | None: ...
+    @property
+    def done(self) -> bool: ...
+
+
+W = TypeVar("W", bound=Waiting)
+
+# Attention gathers a micro-batch to [texts, longest] (docs/decisions/0003): a text of 400 tokens among 31 of 3 would
+# take 25 times the memory and attention of its tokens. So slots are bounded too, by this many for each token allowed.
+SLOTS_PER_TOKEN = 4
+
+_arrival: Callable[[Any], int] = attrgetter("arrival")
+_deadline: Callable[[Any], float] = attrgetter("deadline")
+
+
+class Scheduler(Generic[W]):
+    """Queues of waiting texts by segment; a free worker takes a micro-batch at once and never waits for more to come.
+
+    A micro-batch is the oldest texts of one segment, whoever they came with before, as long as they have at most
+    ``max_batch_tokens`` tokens in all and are at most ``max_batch_texts``; a text longer than that runs alone. Which
+    segment is ``order``'s choice, with two exceptions:
+
+    - No starvation: where the oldest text of a queue has waited in it for more than ``max_wait_seconds``, the oldest
+      of such goes next. The oldest text of all is always the first of its queue, so it moves on within that bound.
+    - Earliest deadline first when slack is short: a text that would miss its deadline if it waited for one more run
+      goes next, those without any answer first. Texts that can't make it anyway are not preferred.
+
+    Deadlines are looked after, waits predicted and costs known only with a ``latency`` table. ``workers`` is how many
+    runs go on at once; texts that wait are shared out among those of them that are free, if :meth:`ran` is told when
+    a run ends.
+    """
+
+    def __init__(
+        self,
+        segments: int,
+        *,
+        max_batch_tokens: int,
+        max_batch_texts: int,
+        order: Order = oldest,
+        latency: LatencyTable | None = None,
+        chances: Chances | None = None,
+        workers: int = 1,
+        max_wait_seconds: float = 1.0,
+    ) -> None:
         self._max_batch_tokens = max_batch_tokens
         self._max_batch_texts = max_batch_texts
-        self._queues: dict[tuple[int, int], list[tuple[int, Item]]] = {}
-        self._depth = [0] * (segments + 1)
-        self._abandoned = 0
+        self._order = order
+        self._latency = latency
+        self._chances = chances or Chances(segments)
+        self._workers = workers
+        self._max_wait = max_wait_seconds
+        self._queues: list[_Queue[W]] = [_Queue() for _ in range(segments)]
+        self._waiting = 0
+        # (segment, texts, when its end is expected) of what runs; bounded, should nobody tell when runs end.
+        self._running: deque[tuple[int, int, float]] = deque(maxlen=workers)
+        self._longest_run = 0.0
+        if latency is not None:
+            self._longest_run = max(
+                latency.seconds_of(segment, max_batch_texts, max_batch_tokens) for segment in range(1, segments + 1)
+            )
 
-    def add(self, items: Iterable[Item], now: float) -> None:
-        """Puts items into the queue of their ``segment``."""
+    def add(self, items: Iterable[W], now: float) -> None:
+        """Puts texts into the queue of their ``segment``; those that are done are not taken."""
         for item in items:
             if item.done:
                 continue
             item.queued, item.waiting_since = True, now
-            key = (item.segment, -(-item.tokens // BUCKET_TOKENS))
-            heapq.heappush(self._queues.setdefault(key, []), (item.arrival, item))
-            self._depth[item.segment] += 1
+            self._queues[item.segment - 1].add(item)
+            self._waiting += 1
 
-    def remove(self, item: Item) -> None:
-        """Forgets a waiting item (nobody waits for its answer any more). Items that run or have left are no matter."""
-        if not item.queued:
-            return
-        item.queued = False
-        self._depth[item.segment] -= 1
-        # A removed item stays in its heap until it comes up or until half of all entries are such; then all are swept.
-        # So the queues stay bounded however many clients come and go.
-        self._abandoned += 1
-        if self._abandoned > 64 and self._abandoned > self.waiting:
-            self._sweep()
+    def remove(self, item: W) -> None:
+        """Forgets a waiting text (nobody waits for its answer any more). Texts that run or have left are no matter."""
+        if item.queued:
+            item.queued = False
+            self._queues[item.segment - 1].remove(item)
+            self._waiting -= 1
 
-    def pick(self, now: float) -> Batch | None:
+    def pick(self, now: float) -> Picked[W] | None:
         """Takes the next micro-batch out of the queues, or ``None`` where nobody waits.
 
-        Items that are done, or whose deadline has passed at ``now``, are taken out and not run.
+        Texts that are done, or whose deadline has passed at ``now``, are taken out and not run.
         """
-        while (key := self._oldest_queue()) is not None:
-            items = self._take(key, now)
-            if items:
-                return Batch(key[0], items)
-        return None
+        busy = []
+        for place, queue in enumerate(self._queues):
+            while queue.by_age and (dead := queue.dead(now)) is not None:
+                self.remove(dead)
+            if queue.by_age:
+                busy.append(place)
+        if not busy:
+            return None
+        place, first = self._next(now, busy)
+        items, tokens = self._take(self._queues[place], place + 1, first, now)
+        for item in items:
+            self.remove(item)
+        self._running.append((place + 1, len(items), now + self._seconds(place + 1, len(items), tokens)))
+        return Picked(place + 1, items)
+
+    def ran(self, segment: int, texts: int, left: int) -> None:
+        """A run of ``segment`` has ended: of its ``texts`` texts ``left`` were sure enough to leave.
+
+        From this the chances to leave are learned, and who is free is known. A run that failed counts as
+        ``(segment, 0, 0)``.
+        """
+        for place, run in enumerate(self._running):
+            if run[0] == segment:
+                del self._running[place]
+                break
+        if texts:
+            self._chances.ran(segment, texts, left)
 
     @property
     def waiting(self) -> int:
-        """Items that wait in any queue."""
-        return sum(self._depth)
+        """Texts that wait in any queue."""
+        return self._waiting
 
     def depth(self, segment: int) -> int:
-        """Items that wait for ``segment`` (1 = first)."""
-        return self._depth[segment]
+        """Texts that wait for ``segment`` (1 = first)."""
+        return len(self._queues[segment - 1].by_age)
 
-    def _oldest_queue(self) -> tuple[int, int] | None:
-        return min(self._queues, key=lambda key: self._queues[key][0][0], default=None)
+    # Admission: what a newcomer may expect. All in seconds, from the latency table; 0 without one.
 
-    def _take(self, key: tuple[int, int], now: float) -> list[Item]:
-        queue, longest = self._queues[key], 0
-        items: list[Item] = []
-        while queue and len(items) < self._max_batch_texts:
-            item = queue[0][1]
-            if not item.queued or item.done or (item.deadline is not None and item.deadline <= now):
-                heapq.heappop(queue)
-                self._account(item)
+    def predicted_wait(self, now: float) -> float:
+        """Seconds until all that waits and runs now is answered: what a newcomer waits for if it is served in turn."""
+        if self._latency is None:
+            return 0.0
+        work = sum(max(0.0, end - now) + texts * self._after(segment) for segment, texts, end in self._running)
+        for place, queue in enumerate(self._queues):
+            if queue.by_age:
+                view = self._view(place)
+                work += view.waiting * self._chain(view.segment, view.batch)
+        return work / self._workers
+
+    def first_exit_in(self, now: float, deadline: float, tokens: int) -> float:
+        """Seconds until a newcomer of ``tokens`` tokens passes its first exit, served by its ``deadline``: a worker
+        gets free, texts without an answer whose deadline is earlier run, then it does."""
+        if self._latency is None:
+            return 0.0
+        free = max(0.0, min(end for *_, end in self._running) - now) if len(self._running) >= self._workers else 0.0
+        own = self._latency.seconds_of(1, 1, tokens)
+        queue = self._queues[0]
+        ahead = bisect_right(queue.by_deadline, deadline, key=_deadline)
+        # Who can't make it any more is not preferred to anybody.
+        ahead -= bisect_left(queue.by_deadline, now + own, hi=ahead, key=_deadline)
+        if ahead <= 0:
+            return free + own
+        view = self._view(0)
+        return free + ahead * view.seconds / view.batch / self._workers + own
+
+    def would_be_late(self, now: float, deadline: float, tokens: int) -> bool:
+        """Whether a newcomer could not even pass its first exit before its ``deadline``, and so get no answer."""
+        return now + self.first_exit_in(now, deadline, tokens) > deadline
+
+    def retry_after(self, now: float) -> int:
+        """Whole seconds after which what waits now will be done, from 1 to 60: the Retry-After of a refusal."""
+        return min(60, max(1, math.ceil(self.predicted_wait(now))))
+
+    # The choice.
+
+    def _next(self, now: float, busy: Sequence[int]) -> tuple[int, int | None]:
+        """Which of the ``busy`` queues' places to serve, and the place in its ``by_deadline`` of the text that must not
+        wait, if there is one."""
+        if len(busy) > 1:
+            queues = self._queues
+            fronts = [(queues[place].by_age[0], place) for place in busy]
+            starving = [(item.arrival, place) for item, place in fronts if now - item.waiting_since > self._max_wait]
+            if starving:
+                return min(starving)[1], None
+        if (urgent := self._urgent(now, busy)) is not None:
+            return urgent
+        if len(busy) == 1:
+            return busy[0], None
+        return self._order([self._view(place) for place in busy]).segment - 1, None
+
+    def _urgent(self, now: float, busy: Sequence[int]) -> tuple[int, int] | None:
+        if self._latency is None:
+            return None
+        found = []
+        for place in busy:
+            queue = self._queues[place]
+            if not queue.by_deadline:
+                continue
+            # Alone, as short as can be: who can't make it even so is left to its turn.
+            soonest = now + self._latency.seconds_of(place + 1, 1, queue.tokens / len(queue.by_age))
+            reachable = bisect_left(queue.by_deadline, soonest, key=_deadline)
+            if reachable == len(queue.by_deadline):
+                continue
+            deadline = _deadline(queue.by_deadline[reachable])
+            if deadline - soonest <= self._longest_run:
+                found.append((place > 0, deadline, place, reachable))
+        return min(found)[2:] if found else None
+
+    def _view(self, place: int) -> Queue:
+        queue = self._queues[place]
+        waiting = len(queue.by_age)
+        mean = queue.tokens / waiting
+        batch = min(self._share(waiting), max(1, int(self._max_batch_tokens / mean)))
+        return Queue(
+            segment=place + 1,
+            waiting=waiting,
+            oldest=queue.by_age[0].arrival,
+            batch=batch,
+            tokens=round(batch * mean),
+            chance=self._chances[place + 1],
+            latency=self._latency,
+        )
+
+    def _share(self, waiting: int) -> int:
+        """How many of ``waiting`` texts one worker takes at most."""
+        free = max(1, self._workers - len(self._running))
+        return min(self._max_batch_texts, -(-waiting // free))
+
+    def _seconds(self, segment: int, texts: int, tokens: float) -> float:
+        # Without a table every segment counts alike, in proportion to its texts.
+        return float(texts) if self._latency is None else self._latency.seconds_of(segment, texts, tokens)
+
+    def _take(self, queue: "_Queue[W]", segment: int, first: int | None, now: float) -> tuple[list[W], int]:
+        """The texts of the next micro-batch, and their tokens."""
+        texts = self._share(len(queue.by_age))
+        items: list[W] = []
+        tokens = longest = 0
+        until = None
+        source: Sequence[W] = queue.by_age
+        if first is not None:
+            until = _deadline(queue.by_deadline[first])
+            source = [*queue.by_deadline[first : first + texts], *queue.by_age[:texts]]
+        for item in source:
+            if len(items) == texts:
+                break
+            if item.done or (first is not None and item in items):
                 continue
             longest = max(longest, item.tokens)
-            if items and longest * (len(items) + 1) > self._max_batch_tokens:
+            if items and (
+                tokens + item.tokens > self._max_batch_tokens
+                or (len(items) + 1) * longest > SLOTS_PER_TOKEN * self._max_batch_tokens
+            ):
                 break
-            heapq.heappop(queue)
-            self._account(item)
+            # Company must not make the one late that goes first because it would be.
+            if items and until and until < now + self._seconds(segment, len(items) + 1, tokens + item.tokens):
+                break
             items.append(item)
-        if not queue:
-            del self._queues[key]
-        return items
+            tokens += item.tokens
+        return items, tokens
 
-    def _account(self, item: Item) -> None:
-        """Books an entry that has left its heap."""
-        if item.queued:
-            item.queued = False
-            self._depth[item.segment] -= 1
-        else:
-            self._abandoned -= 1
+    # Predictions.
 
-    def _sweep(self) -> None:
-        for key, queue in list(self._queues.items()):
-            kept = [entry for entry in queue if entry[1].queued]
-            if kept:
-                heapq.heapify(kept)
-                self._queues[key] = kept
-            else:
-                del self._queues[key]
-        self._abandoned = 0
+    def _after(self, segment: int) -> float:
+        """Expected seconds of a text beyond ``segment``, in company as full as can be."""
+        return self._chain(segment + 1, self._max_batch_texts) * (1.0 - self._chances[segment])
+
+    def _chain(self, segment: int, batch: int) -> float:
+        """Expected seconds of a text that runs ``segment`` and on to its exit, its share of micro-batches of
+        ``batch``."""
+        tokens = self._mean_tokens()
+        batch = max(1, min(batch, int(self._max_batch_tokens / tokens)))
+        reach, total = 1.0, 0.0
+        for number in range(segment, len(self._queues) + 1):
+            total += reach * self._seconds(number, batch, batch * tokens) / batch
+            reach *= 1.0 - self._chances[number]
+        return total
+
+    def _mean_tokens(self) -> float:
+        # Where nobody waits, a text of middle length: what runs is not remembered text by text.
+        return sum(queue.tokens for queue in self._queues) / self._waiting if self._waiting else 32.0
+
+
+class _Queue(Generic[W]):
+    """The texts that wait for one segment, by age and by deadline.
+
+    Sorted lists: a removal moves pointers (a microsecond for a thousand), so nothing stale is ever held.
+    """
+
+    def __init__(self) -> None:
+        self.by_age: list[W] = []
+        self.by_deadline: list[W] = []
+        self.tokens = 0
+
+    def add(self, item: W) -> None:
+        insort(self.by_age, item, key=_arrival)
+        if item.deadline is not None:
+            insort(self.by_deadline, item, key=_deadline)
+        self.tokens += item.tokens
+
+    def remove(self, item: W) -> None:
+        _delete(self.by_age, item, item.arrival, _arrival)
+        if item.deadline is not None:
+            _delete(self.by_deadline, item, item.deadline, _deadline)
+        self.tokens -= item.tokens
+
+    def dead(self, now: float) -> W | None:
+        """A text that must not run: any whose deadline has passed, or the oldest if it is done."""
+        if self.by_deadline and _deadline(self.by_deadline[0]) <= now:
+            return self.by_deadline[0]
+        if self.by_age and self.by_age[0].done:
+            return self.by_age[0]
+        return None
+
+
+def _delete(items: list[W], item: W, key: float, key_of: Callable[[Any], float]) -> None:
+    place = bisect_left(items, key, key=key_of)
+    while items[place] is not item:
+        place += 1
+    del items[place]

@@ -20,7 +20,6 @@ from models.exits import (
     leave_at,
     normalised_entropy,
     softmax,
-    sure,
 )
 
 FINITE = st.floats(-30, 30, width=32)
@@ -125,7 +124,23 @@ def test_a_text_without_one_finite_exit_goes_to_the_end(policy: Policy) -> None:
 def test_an_infinite_logit_is_not_a_certain_answer() -> None:
     verdict = judge(np.array([[np.inf, 0.0], [0.0, 1.0]], dtype=np.float32), 1.0, 1.0)
     assert verdict.labels.tolist() == [-1, 1]
-    assert not sure(verdict, np.zeros(2, dtype=np.int64), [Policy("confidence", 0.0)] * 2)[0]
+    assert decide(verdict, [0, 0], [Policy("confidence", 0.0)] * 2, 1, 2) == [None, "confidence"]
+
+
+@given(logits(), st.data())
+def test_a_row_is_judged_the_same_whoever_else_is_broken(values: np.ndarray, data: st.DataObject) -> None:
+    clean = judge(values[0], 1.5, 2.0)
+    broken = values[0].copy()
+    row = data.draw(st.integers(0, len(broken) - 1))
+    broken[row, 0] = data.draw(st.sampled_from([np.nan, np.inf, -np.inf]))
+    verdict = judge(broken, 1.5, 2.0)
+    assert verdict.labels[row] == -1
+    assert np.isnan(
+        [verdict.confidence[row], verdict.entropy[row], verdict.agreement[row], *verdict.probabilities[row]]
+    ).all()
+    others = np.arange(len(broken)) != row
+    for name in ("probabilities", "labels", "confidence", "entropy", "agreement", "finite"):
+        assert (getattr(verdict, name)[others] == getattr(clean, name)[others]).all()
 
 
 @given(logits(), policies())

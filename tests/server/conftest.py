@@ -61,7 +61,8 @@ class Served:
 @asynccontextmanager
 async def serving(*bundles: Bundle, **settings: Any) -> AsyncIterator[Served]:
     """An app of ``bundles``, started, with a client in the same process."""
-    app = create_app(load_settings(**({"threads": 1, "workers": 2} | settings)), bundles)
+    quick = {"threads": 1, "lone_threads": 1, "workers": 2, "measure_seconds": 0.0}
+    app = create_app(load_settings(**(quick | settings)), bundles)
     async with app.router.lifespan_context(app):
         transport = httpx.ASGITransport(app, raise_app_exceptions=False)
         async with httpx.AsyncClient(transport=transport, base_url="http://offramp") as client:

@@ -57,8 +57,10 @@ def test_without_cgroups_the_affinity_counts(tmp_path: Path) -> None:
     ("cpus", "workers", "threads", "expected"),
     [
         (1, None, None, (1, 1)),
-        (2, None, None, (1, 2)),
-        (8, None, None, (4, 2)),
+        (2, None, None, (2, 1)),
+        (8, None, None, (8, 1)),
+        (8, None, 2, (4, 2)),
+        (64, None, None, (16, 4)),
         (8, 8, None, (8, 1)),
         (8, None, 1, (8, 1)),
         (2, 4, 3, (4, 3)),

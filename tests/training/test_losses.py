@@ -9,7 +9,7 @@ from hypothesis import settings as hypothesis_settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from training.losses import acl_cl, acl_embed
+from training.losses import acl_cl, acl_embed, distillation, scl
 
 Element = tuple[list[float], int]
 
@@ -87,6 +87,44 @@ def test_acl_cl_is_its_formula(sizes: tuple[int, int, int, int], temperature: fl
     loss = acl_cl(*student_and_teacher, temperature)
     assert loss.dtype == torch.float64
     assert float(loss) == pytest.approx(literal_cl(*student_and_teacher, temperature), rel=1e-10)
+
+
+def literal_scl(features: Tensor, labels: Tensor, temperature: float) -> float:
+    return literal_contrast([(normalised(f), int(y)) for f, y in zip(features, labels, strict=True)], [], temperature)
+
+
+@given(batches, temperatures)
+@hypothesis_settings(max_examples=40)
+def test_scl_is_its_formula(sizes: tuple[int, int, int, int], temperature: float) -> None:
+    features, labels, *_ = draw(*sizes)
+    loss = scl(features, labels, temperature)
+    assert loss.dtype == torch.float64
+    assert float(loss) == pytest.approx(literal_scl(features, labels, temperature), rel=1e-10)
+
+
+def test_the_gradient_of_scl_is_finite_differences_of_the_literal_formula() -> None:
+    features, labels, *_ = draw(7, 6, 2, 3)
+    features.requires_grad_()
+    (gradient,) = torch.autograd.grad(scl(features, labels, 0.3), [features])
+    step = 1e-5
+    for i in range(gradient.shape[0]):
+        for j in range(gradient.shape[1]):
+            values = []
+            for sign in (1, -1):
+                moved = features.detach().clone()
+                moved[i, j] += sign * step
+                values.append(literal_scl(moved, labels, 0.3))
+            assert float(gradient[i, j]) == pytest.approx((values[0] - values[1]) / (2 * step), abs=1e-8)
+
+
+@pytest.mark.parametrize("labels", [[0], [0, 1, 2]])
+def test_scl_of_texts_that_share_no_class_is_zero_and_so_is_its_gradient(labels: list[int]) -> None:
+    features = torch.randn(len(labels), 4, dtype=torch.float64, requires_grad=True)
+    loss = scl(features, torch.tensor(labels), 0.3)
+    loss.backward()
+    assert float(loss.detach()) == 0.0
+    assert features.grad is not None
+    assert not features.grad.any()
 
 
 @given(batches)
@@ -216,3 +254,51 @@ def test_mixed_precision_compares_in_float32() -> None:
     assert torch.equal(inside, acl_cl(features, labels, rows, teacher, teacher_rows, 0.05))
     # Features that a bfloat16 layer gave are taken up into float32 beside float32 label embeddings.
     assert acl_embed(features.bfloat16(), labels, rows, 0.3).dtype == torch.float32
+
+
+# Distillation.
+
+
+def literal_distillation(student: Tensor, teacher: Tensor, temperature: float) -> float:
+    def softmax(row: list[float]) -> list[float]:
+        powers = [math.exp(x / temperature) for x in row]
+        return [p / sum(powers) for p in powers]
+
+    total = 0.0
+    for s, t in zip(student.tolist(), teacher.tolist(), strict=True):
+        total += sum(p * math.log(p / q) for p, q in zip(softmax(t), softmax(s), strict=True))
+    return temperature**2 * total / len(student)
+
+
+@given(batches, st.floats(0.5, 8.0))
+@hypothesis_settings(max_examples=40)
+def test_distillation_is_its_formula(sizes: tuple[int, int, int, int], temperature: float) -> None:
+    student, _, _, teacher, _ = draw(*sizes)
+    loss = distillation(student, teacher, temperature)
+    assert loss.dtype == torch.float64
+    assert float(loss) == pytest.approx(literal_distillation(student, teacher, temperature), rel=1e-9, abs=1e-12)
+
+
+def test_the_gradient_of_distillation_is_finite_differences_of_the_literal_formula() -> None:
+    student, _, _, teacher, _ = draw(8, 3, 3, 4)
+    student.requires_grad_()
+    (gradient,) = torch.autograd.grad(distillation(student, teacher, 2.0), [student])
+    step = 1e-5
+    for i in range(gradient.shape[0]):
+        for j in range(gradient.shape[1]):
+            values = []
+            for sign in (1, -1):
+                moved = student.detach().clone()
+                moved[i, j] += sign * step
+                values.append(literal_distillation(moved, teacher, 2.0))
+            assert float(gradient[i, j]) == pytest.approx((values[0] - values[1]) / (2 * step), abs=1e-8)
+
+
+def test_distillation_moves_the_student_alone_and_rests_where_both_agree() -> None:
+    student, _, _, teacher, _ = draw(9, 3, 3, 4)
+    student.requires_grad_()
+    teacher.requires_grad_()
+    distillation(student, teacher, 2.0).backward()
+    assert teacher.grad is None
+    assert student.grad is not None and student.grad.abs().sum() > 0
+    assert float(distillation(teacher, teacher, 2.0).detach()) == pytest.approx(0.0, abs=1e-12)

@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Sequence
+from typing import cast
 
 import pytest
 import torch
@@ -12,8 +13,23 @@ from torch.nn import functional
 
 from models.network import ExitOutput
 from tests.training.toy import tiny_architecture_network
-from training.losses import acl_cl, acl_embed
-from training.methods import Contrast, MethodName, acl_grad, angle_between, objective, trained_exits
+from training.losses import acl_cl, acl_embed, distillation, scl
+from training.methods import (
+    METHODS,
+    Contrast,
+    Distillation,
+    MethodName,
+    Stage,
+    StepExits,
+    acl_grad,
+    angle_between,
+    exit_weights,
+    objective,
+    prepare_stage,
+    scored_exits,
+    step_exits,
+    weighted_sum,
+)
 
 
 def vectors(*numbers: Sequence[float] | None) -> list[Tensor | None]:
@@ -131,6 +147,12 @@ def test_the_step_is_either_ce_alone_or_the_weighed_sum(seed: int, limit: float,
     assert same(gradients, [ce + weight * acl if angle <= limit else ce])
 
 
+def test_a_weighted_sum_takes_what_either_loss_reaches() -> None:
+    first, second = vectors([1.0, 2.0], None, [3.0], None), vectors([4.0, 4.0], [2.0], None, None)
+    assert same(weighted_sum(first, second, 0.5, 0.25), vectors([1.5, 2.0], [0.5], [1.5], None))
+    assert same(first, vectors([1.0, 2.0], None, [3.0], None))
+
+
 # Objectives.
 
 
@@ -152,9 +174,68 @@ def literal_cross_entropy(logits: Tensor, labels: Tensor) -> float:
     return sum(losses) / len(losses)
 
 
-@pytest.mark.parametrize(("method", "expected"), [("ce", [3]), ("jt", [1, 2, 3]), ("acl-cl", [1, 2, 3])])
-def test_ce_trains_the_last_exit_and_the_others_all(method: MethodName, expected: list[int]) -> None:
-    assert trained_exits(method, tiny_architecture_network()) == expected
+@pytest.mark.parametrize(
+    ("method", "stages", "contrast"),
+    [
+        ("ce", ("last",), None),
+        ("ce+scl", ("last",), "scl"),
+        ("acl", ("last",), "acl-embed"),
+        ("jt", ("all",), None),
+        ("2st", ("last", "others"), None),
+        ("alt", ("alternating",), None),
+        ("jt+scl", ("all",), "scl"),
+        ("acl-embed", ("all",), "acl-embed"),
+        ("acl-cl", ("all",), "acl-cl"),
+        ("exits-only", ("others",), None),
+    ],
+)
+def test_what_each_method_is(method: MethodName, stages: tuple[str, ...], contrast: str | None) -> None:
+    assert (METHODS[method].stages, METHODS[method].contrast) == (stages, contrast)
+
+
+@pytest.mark.parametrize(
+    ("stage", "step", "teaching", "computed", "learning"),
+    [
+        ("last", 0, False, (3,), (3,)),
+        ("last", 1, True, (3,), (3,)),
+        ("all", 0, False, (1, 2, 3), (1, 2, 3)),
+        # BERxiT: even steps the last exit, odd ones all.
+        ("alternating", 0, False, (3,), (3,)),
+        ("alternating", 1, False, (1, 2, 3), (1, 2, 3)),
+        ("alternating", 2, False, (3,), (3,)),
+        ("others", 0, False, (1, 2), (1, 2)),
+        ("others", 1, True, (1, 2, 3), (1, 2)),
+    ],
+)
+def test_which_exits_take_part_in_a_step(
+    stage: Stage, step: int, teaching: bool, computed: tuple[int, ...], learning: tuple[int, ...]
+) -> None:
+    assert step_exits(stage, [1, 2, 3], step, teaching=teaching) == StepExits(computed, learning)
+
+
+def test_a_stage_is_judged_by_what_is_trained_by_then() -> None:
+    assert scored_exits("last", [1, 2, 3]) == (3,)
+    for stage in ("all", "alternating", "others"):
+        assert scored_exits(cast(Stage, stage), [1, 2, 3]) == (1, 2, 3)
+
+
+def test_the_second_stage_trains_nothing_that_the_last_exit_reads() -> None:
+    network = tiny_architecture_network()
+    prepare_stage("others", network)
+    training = {n for n, p in network.named_parameters() if p.requires_grad}
+    assert training == {n for n, _ in network.named_parameters() if n.startswith(("exits.1.", "exits.2."))}
+    # And what is frozen answers without dropout.
+    assert not any(m.training for m in (*network.layers.modules(), *network.embeddings.modules()))
+    assert not network.exits["3"].dropout.training and network.exits["1"].dropout.training
+    prepare_stage("all", network)
+    assert all(p.requires_grad for p in network.parameters()) and all(m.training for m in network.modules())
+
+
+def test_frozen_embeddings_are_all_that_does_not_train() -> None:
+    network = tiny_architecture_network()
+    prepare_stage("all", network, freeze_embeddings=True)
+    frozen = {n for n, p in network.named_parameters() if not p.requires_grad}
+    assert frozen == {n for n, _ in network.named_parameters() if n.startswith("embeddings.")} != set()
 
 
 def test_ce_is_the_cross_entropy_of_the_exit_it_is_given() -> None:
@@ -170,6 +251,92 @@ def test_joint_training_sums_the_cross_entropies_of_all_exits() -> None:
     expected = sum(literal_cross_entropy(o.logits, LABELS) for o in outputs.values())
     assert float(goal.cross_entropy) == pytest.approx(expected, rel=1e-5)
     assert goal.contrastive is None
+
+
+def test_weights_by_depth_rise_evenly_and_keep_the_size_of_the_loss() -> None:
+    assert exit_weights("uniform", 4) == [1.0, 1.0, 1.0, 1.0]
+    assert exit_weights("depth", 4) == pytest.approx([0.4, 0.8, 1.2, 1.6])
+    assert exit_weights("depth", 1) == [1.0]
+
+
+def test_weights_by_depth_are_pabees_average_times_the_number_of_exits() -> None:
+    outputs = outputs_of(LABELS, [1, 2, 3])
+    goal = objective("jt", tiny_architecture_network(), outputs, LABELS, Contrast(), weights="depth")
+    weighted = sum(m * literal_cross_entropy(o.logits, LABELS) for m, o in outputs.items())
+    assert float(goal.cross_entropy) == pytest.approx(3 * weighted / (1 + 2 + 3), rel=1e-5)
+
+
+@pytest.mark.parametrize("method", ["jt", "acl-cl"])
+def test_distillation_adds_the_divergence_of_every_other_exit_from_the_deepest(method: MethodName) -> None:
+    network, outputs = tiny_architecture_network(), outputs_of(LABELS, [1, 2, 3])
+    plain = objective(method, network, outputs, LABELS, Contrast())
+    goal = objective(method, network, outputs, LABELS, Contrast(), Distillation(weight=0.7, temperature=3.0))
+    apart = sum(float(distillation(outputs[m].logits, outputs[3].logits, 3.0)) for m in (1, 2))
+    assert goal.distilled is not None
+    assert float(goal.distilled) == pytest.approx(apart, rel=1e-6)
+    assert float(goal.cross_entropy) == float(plain.cross_entropy)
+    assert float(goal.supervised) == pytest.approx(float(plain.cross_entropy) + 0.7 * apart, rel=1e-6)
+    assert (goal.contrastive is None) == (method == "jt")
+    assert plain.distilled is None and float(plain.supervised) == float(plain.cross_entropy)
+
+
+@pytest.mark.parametrize("method", ["ce+scl", "jt+scl"])
+def test_scl_shares_the_loss_with_the_cross_entropy_whatever_the_angle(method: MethodName) -> None:
+    outputs = outputs_of(LABELS, [3] if method == "ce+scl" else [1, 2, 3])
+    goal = objective(method, tiny_architecture_network(), outputs, LABELS, Contrast(weight=0.3, temperature=0.4))
+    expected = sum(float(scl(o.features, LABELS, 0.4)) for o in outputs.values())
+    assert goal.contrastive is not None
+    assert float(goal.contrastive) == pytest.approx(expected, rel=1e-6)
+    assert goal.share == pytest.approx(0.7)
+    assert not goal.gated
+
+
+@pytest.mark.parametrize(("method", "numbers"), [("acl", [3]), ("acl-embed", [1, 2, 3])])
+def test_acl_embed_stands_at_every_exit_that_is_trained(method: MethodName, numbers: list[int]) -> None:
+    network, outputs = tiny_architecture_network(), outputs_of(LABELS, numbers)
+    goal = objective(method, network, outputs, LABELS, Contrast(temperature=0.4))
+    expected = sum(
+        float(acl_embed(o.features, LABELS, network.label_embeddings(m), 0.4).detach()) for m, o in outputs.items()
+    )
+    assert goal.contrastive is not None
+    assert float(goal.contrastive.detach()) == pytest.approx(expected, rel=1e-6)
+    assert goal.gated and goal.share == 1.0
+
+
+def test_a_teacher_that_does_not_learn_counts_in_no_cross_entropy() -> None:
+    outputs = outputs_of(LABELS, [1, 2, 3])
+    goal = objective(
+        "2st", tiny_architecture_network(), outputs, LABELS, Contrast(), Distillation(1.0), "depth", learning=[1, 2]
+    )
+    first, second = (literal_cross_entropy(outputs[m].logits, LABELS) for m in (1, 2))
+    assert float(goal.cross_entropy) == pytest.approx(2 / 3 * first + 4 / 3 * second, rel=1e-5)
+    assert goal.distilled is not None and float(goal.distilled) > 0
+
+
+def test_the_deepest_exit_does_not_learn_from_those_it_teaches() -> None:
+    outputs = outputs_of(LABELS, [1, 2, 3])
+    for output in outputs.values():
+        output.logits.requires_grad_()
+    goal = objective("jt", tiny_architecture_network(), outputs, LABELS, Contrast(), Distillation(weight=1.0))
+    goal.supervised.backward()
+    own = outputs[3].logits.detach().requires_grad_()
+    functional.cross_entropy(own, LABELS).backward()
+    assert own.grad is not None and outputs[3].logits.grad is not None
+    assert torch.allclose(outputs[3].logits.grad, own.grad)
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"weight": -0.1}, "distillation weight must be a number of at least 0, not -0.1"),
+        ({"weight": math.inf}, "distillation weight"),
+        ({"temperature": 0.0}, "distillation temperature must be above 0, not 0.0"),
+        ({"temperature": math.nan}, "distillation temperature"),
+    ],
+)
+def test_distillation_settings_out_of_range_are_refused(settings: dict[str, float], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        Distillation(**settings)
 
 
 def test_acl_cl_guides_every_exit_by_the_last_which_has_acl_embed() -> None:

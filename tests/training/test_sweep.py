@@ -124,6 +124,32 @@ def result(method: str, head: str, seed: int, scores: list[float], angle: float 
     }
 
 
+def grid(folder: Path, method: str) -> str:
+    return training.sweep.run_grid(
+        folder,
+        task="sst2",
+        data_dir=folder,
+        methods=[method],
+        heads=["mean"],
+        seeds=[0],
+        examples=None,
+        epochs=1,
+        backbone="",
+    )
+
+
+def test_a_grid_in_several_processes_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    with pytest.raises(ValueError, match="offramp sweep runs in one process"):
+        grid(tmp_path, "jt")
+
+
+@pytest.mark.parametrize("method", ["exits-only", "bert"])
+def test_a_grid_trains_only_what_begins_from_a_backbone(tmp_path: Path, method: str) -> None:
+    with pytest.raises(ValueError, match=rf"method must be one of ce, .*acl-cl, not '{method}'"):
+        grid(tmp_path, method)
+
+
 def test_the_summary_gives_mean_and_deviation_over_seeds() -> None:
     table = summary(
         [

@@ -1,6 +1,7 @@
 """Training learns, keeps its best epoch, and can be killed anywhere without changing what comes out."""
 
 import csv
+import itertools
 import json
 import math
 from collections.abc import Callable
@@ -15,9 +16,10 @@ from torch import Tensor
 
 import training.trainer
 from models.network import MultiExitNetwork
-from tests.training.toy import toy_data, toy_network
+from tests.tiny_backbones import exits
+from tests.training.toy import tiny_architecture, toy_data, toy_network
 from training.data import Tokenized
-from training.methods import Contrast
+from training.methods import METHODS, Contrast, Distillation
 from training.trainer import (
     EpochReport,
     StepReport,
@@ -81,16 +83,20 @@ FINISHED = {"kept", "done.json", "epochs.csv", "steps.csv"}
 # Learning.
 
 
-@pytest.mark.parametrize("method", ["ce", "jt", "acl-cl"])
+@pytest.mark.parametrize("method", ["ce", "ce+scl", "acl", "jt", "2st", "alt", "jt+scl", "acl-embed", "acl-cl"])
 def test_the_loss_falls_and_the_exits_rise_above_chance(tmp_path: Path, method: Any) -> None:
     steps: list[StepReport] = []
     settings = replace(QUICK, method=method, epochs=8, learning_rate=5e-3)
     network = run(tmp_path, settings, on_step=steps.append)
+    stages = len(METHODS[method].stages)
     losses = [s.loss for s in steps]
-    assert len(losses) == 8 * STEPS
-    assert np.mean(losses[-STEPS:]) < 0.7 * np.mean(losses[:STEPS])
+    assert len(losses) == 8 * STEPS * stages
+    # Whole epochs of even length: alt's steps have one loss and two by turns.
+    for stage in range(stages):
+        part = losses[stage * 8 * STEPS : (stage + 1) * 8 * STEPS]
+        assert np.mean(part[-2 * STEPS :]) < 0.8 * np.mean(part[: 2 * STEPS])
     scores = exit_metrics(network, VALIDATION, "accuracy")
-    trained = scores.values() if method != "ce" else [scores[2]]
+    trained = [scores[2]] if method in ("ce", "ce+scl", "acl") else scores.values()
     assert min(trained) > 0.6  # chance: 1/3
     assert not network.training
 
@@ -135,6 +141,36 @@ def test_methods_without_contrast_report_no_angle(tmp_path: Path) -> None:
     assert epoch["mean_angle"] == epoch["share_of_conflicts"] == "nan"
 
 
+def test_distillation_brings_the_other_exits_nearer_to_the_deepest(tmp_path: Path) -> None:
+    def apart(network: MultiExitNetwork) -> float:
+        first, last = (torch.from_numpy(x).softmax(-1) for x in exit_logits(network, VALIDATION).values())
+        return float((first - last).abs().mean())
+
+    settings = replace(QUICK, method="jt", epochs=6, learning_rate=5e-3, keep="last")
+    plain = run(tmp_path / "a", settings)
+    taught = run(tmp_path / "b", replace(settings, distillation=Distillation(weight=5.0, temperature=1.0)))
+    assert apart(taught) < 0.8 * apart(plain)
+    first, *_, last = log(tmp_path / "b" / "steps.csv")
+    assert float(first["distilled"]) > 0 and float(last["distilled"]) > 0
+    assert log(tmp_path / "a" / "steps.csv")[0]["distilled"] == "nan"
+
+
+def test_weights_by_depth_change_what_is_learned(tmp_path: Path) -> None:
+    settings = replace(QUICK, method="jt", epochs=1)
+    assert not same_weights(run(tmp_path / "a", settings), run(tmp_path / "b", replace(settings, exit_weights="depth")))
+
+
+def test_a_run_from_before_a_setting_existed_is_resumed_at_the_settings_default(tmp_path: Path) -> None:
+    run(tmp_path, replace(QUICK, epochs=1))
+    done = tmp_path / "done.json"
+    document = json.loads(done.read_text())
+    del document["distillation"], document["exit_weights"]
+    done.write_text(json.dumps(document))
+    run(tmp_path, replace(QUICK, epochs=1), resume=True)
+    with pytest.raises(TrainingError, match="other exit_weights;"):
+        run(tmp_path, replace(QUICK, epochs=1, exit_weights="depth"), resume=True)
+
+
 def test_the_angle_is_compared_on_every_nth_batch_only(tmp_path: Path) -> None:
     steps: list[StepReport] = []
     run(tmp_path, replace(QUICK, epochs=2, angle_every=3), on_step=steps.append)
@@ -156,6 +192,81 @@ def test_open_limits_give_the_same_step_with_one_backward_pass_or_two(tmp_path: 
     two = weights(run(tmp_path / "a", open_limit))
     one = weights(run(tmp_path / "b", replace(open_limit, angle_every=1000)))
     assert all(torch.allclose(two[n], one[n], atol=2e-4) for n in two)
+
+
+def test_scl_is_weighed_whatever_the_angle_which_is_logged_all_the_same(tmp_path: Path) -> None:
+    shut = Contrast(weight=0.5, max_angle=0.0)
+    settings = replace(QUICK, epochs=1, method="jt+scl", contrast=shut)
+    run(tmp_path / "a", settings)
+    assert all(0 < float(r["angle"]) < 180 for r in log(tmp_path / "a" / "steps.csv"))
+    # The same step in one backward pass; with ACL-Grad the limit of 0° would have dropped the contrast.
+    two, one = (
+        weights(run(tmp_path / name, replace(settings, angle_every=every))) for name, every in (("b", 1), ("c", 1000))
+    )
+    assert all(torch.allclose(two[n], one[n], atol=2e-4) for n in two)
+    no_contrast = weights(run(tmp_path / "d", replace(settings, contrast=Contrast(weight=0.0))))
+    assert not all(torch.allclose(two[n], no_contrast[n], atol=2e-4) for n in two)
+
+
+def test_alternating_steps_move_the_other_exits_every_second_time(tmp_path: Path) -> None:
+    class Watch:
+        def __init__(self, network: MultiExitNetwork) -> None:
+            self.network, self.seen = network, [network.label_embeddings(1).detach().clone()]
+
+        def __call__(self, report: StepReport) -> None:
+            self.seen.append(self.network.label_embeddings(1).detach().clone())
+
+    network = toy_network(0)
+    watch = Watch(network)
+    train(network, TRAIN, VALIDATION, replace(QUICK, epochs=1, method="alt"), tmp_path, on_step=watch)
+    moved = [not torch.equal(a, b) for a, b in itertools.pairwise(watch.seen)]
+    assert moved == [False, True, False, True, False]
+
+
+TWO_STAGES = replace(QUICK, method="2st", epochs=2)
+
+
+def test_two_stages_train_the_last_exit_as_ce_would_and_then_only_the_others(tmp_path: Path) -> None:
+    first = run(tmp_path / "ce", replace(TWO_STAGES, method="ce"))
+    both = run(tmp_path / "2st", TWO_STAGES)
+    for name, tensor in weights(both).items():
+        assert torch.equal(tensor, weights(first)[name]) == (not name.startswith("exits.1.")), name
+    epochs = log(tmp_path / "2st" / "epochs.csv")
+    assert [(e["epoch"], e["stage"]) for e in epochs] == [("1", "1"), ("2", "1"), ("3", "2"), ("4", "2")]
+    # The first stage is judged by the last exit, whose score the second cannot change.
+    assert [e["exit_1"] == "" for e in epochs] == [True, True, False, False]
+    assert epochs[0]["score"] == epochs[0]["exit_2"]
+    assert epochs[2]["exit_2"] == epochs[3]["exit_2"] == max(e["exit_2"] for e in epochs[:2])
+
+
+def test_the_second_stage_learns_from_the_best_epoch_of_the_first(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    scripted_scores(monkeypatch, 0.9, 0.1, 0.2, 0.3)
+    both = run(tmp_path / "2st", TWO_STAGES)
+    scripted_scores(monkeypatch, 0.9, 0.1)
+    first = run(tmp_path / "ce", replace(TWO_STAGES, method="ce"))
+    assert torch.equal(both.label_embeddings(2), first.label_embeddings(2))
+
+
+def test_early_stopping_ends_one_stage_and_not_the_next(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    scripted_scores(monkeypatch, 0.9, 0.8, 0.1, 0.2, 0.3)
+    run(tmp_path, replace(TWO_STAGES, epochs=3, stop_after=1))
+    assert [e["stage"] for e in log(tmp_path / "epochs.csv")] == ["1", "1", "2", "2", "2"]
+
+
+def test_a_finished_network_keeps_every_weight_that_its_last_exit_reads(tmp_path: Path) -> None:
+    before = weights(toy_network(0))
+    settings = replace(QUICK, method="exits-only", epochs=1, distillation=Distillation(1.0))
+    after = weights(run(tmp_path, settings))
+    assert {n for n in before if not torch.equal(before[n], after[n])} == {n for n in before if "exits.1." in n}
+
+
+def test_frozen_embeddings_stay_as_they_were_and_the_rest_learns(tmp_path: Path) -> None:
+    before, after = toy_network(0), run(tmp_path, replace(QUICK, epochs=1, freeze_embeddings=True))
+    for name, tensor in weights(after).items():
+        assert torch.equal(tensor, before.state_dict()[name]) == name.startswith("embeddings."), name
+    assert all(p.requires_grad for p in after.parameters())
 
 
 def test_conflicts_are_counted_against_the_limit(tmp_path: Path) -> None:
@@ -332,6 +443,48 @@ def test_a_run_killed_long_after_its_checkpoint_does_those_steps_again(
     network = run(tmp_path, seed=9, resume=True, on_step=resumed.append)
     assert resumed[0].step == STEPS + 1
     assert_same_run(network, tmp_path, unbroken)
+
+
+@pytest.fixture(scope="module")
+def unbroken_stages(tmp_path_factory: pytest.TempPathFactory) -> tuple[MultiExitNetwork, Path]:
+    folder = tmp_path_factory.mktemp("unbroken_stages")
+    return run(folder, TWO_STAGES), folder
+
+
+@pytest.mark.parametrize("step", [STEPS + 2, 2 * STEPS, 2 * STEPS + 1, 3 * STEPS + 2])
+@pytest.mark.parametrize("minutes", [0.0, 5.0])
+def test_a_run_of_two_stages_can_be_killed_in_either(
+    tmp_path: Path, unbroken_stages: tuple[MultiExitNetwork, Path], step: int, minutes: float
+) -> None:
+    settings = replace(TWO_STAGES, checkpoint_minutes=minutes)
+    with pytest.raises(Killed):
+        run(tmp_path, settings, on_step=kill_at_step(step))
+    assert_same_run(run(tmp_path, settings, seed=9, resume=True), tmp_path, unbroken_stages)
+
+
+def test_a_run_killed_between_its_stages_ends_as_if_it_had_not_been(
+    tmp_path: Path, unbroken_stages: tuple[MultiExitNetwork, Path]
+) -> None:
+    with pytest.raises(Killed):
+        run(tmp_path, TWO_STAGES, on_epoch=kill_at_epoch(2))
+    assert_same_run(run(tmp_path, TWO_STAGES, seed=9, resume=True), tmp_path, unbroken_stages)
+
+
+def test_a_kill_between_the_kept_weights_and_the_checkpoint_does_not_mix_stages(
+    tmp_path: Path, unbroken_stages: tuple[MultiExitNetwork, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real = training.trainer._log_epoch
+
+    def killed(path: Path, report: EpochReport) -> None:
+        if report.epoch == 3:
+            raise Killed
+        real(path, report)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(training.trainer, "_log_epoch", killed)
+        with pytest.raises(Killed):
+            run(tmp_path, TWO_STAGES)
+    assert_same_run(run(tmp_path, TWO_STAGES, seed=9, resume=True), tmp_path, unbroken_stages)
 
 
 def test_a_run_killed_twice_ends_as_if_it_had_not_been(tmp_path: Path, unbroken: tuple[MultiExitNetwork, Path]) -> None:
@@ -528,6 +681,12 @@ def test_too_few_examples_are_refused(tmp_path: Path, training_rows: int, valida
         train(toy_network(), first(training_rows), first(validation_rows), QUICK, tmp_path)
 
 
+def test_two_stages_need_two_exits(tmp_path: Path) -> None:
+    one = tiny_architecture().model_copy(update={"exits": tuple(exits((2, "mean")))})
+    with pytest.raises(TrainingError, match="method '2st' needs at least two exits, and there is one"):
+        train(MultiExitNetwork(one, position_rows=16), TRAIN, VALIDATION, TWO_STAGES, tmp_path)
+
+
 def test_two_examples_are_enough_to_train(tmp_path: Path) -> None:
     two = Tokenized(TRAIN.texts[:2], TRAIN.labels[:2])
     train(toy_network(), two, two, replace(QUICK, epochs=1), tmp_path)
@@ -537,7 +696,7 @@ def test_two_examples_are_enough_to_train(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"method": "bert"}, "method must be one of ce, jt, acl-cl, not 'bert'"),
+        ({"method": "bert"}, r"method must be one of ce, ce\+scl, acl, jt, 2st, .*, not 'bert'"),
         ({"epochs": 0}, "epochs must be at least 1, not 0"),
         ({"batch_size": 1}, "batch_size must be at least 2, not 1"),
         ({"angle_every": 0}, "angle_every must be at least 1, not 0"),
@@ -546,6 +705,9 @@ def test_two_examples_are_enough_to_train(tmp_path: Path) -> None:
         ({"warmup": 1.0}, r"warmup must lie in \[0, 1\), not 1.0"),
         ({"stop_after": 0}, "stop_after must be at least 1, not 0"),
         ({"metric": "bleu"}, "metric must be one of accuracy, f1, matthews, not 'bleu'"),
+        ({"exit_weights": "deep"}, "exit_weights must be one of uniform, depth, not 'deep'"),
+        ({"method": "ce", "distillation": Distillation(1.0)}, "distillation needs a method that trains several exits"),
+        ({"method": "ce+scl", "contrast": Contrast(weight=1.5)}, "contrast weight must be at most 1 for 'ce\\+scl'"),
         ({"mixed_precision": "fp8"}, "mixed_precision must be one of no, bf16, not 'fp8'"),
         ({"weight_decay": -1.0}, "weight_decay must be a number of at least 0, not -1.0"),
         ({"checkpoint_minutes": -1.0}, "checkpoint_minutes must be a number of at least 0"),

@@ -12,10 +12,11 @@ import pytest
 from models.bundle import Bundle
 from models.exits import Policy, full_depth
 from server.engine.engine import Engine, NoTokens, NotRunning, Overloaded, TooLong
+from server.engine.latency import LatencyTable, Measurement
 from server.engine.request import Answer, Failure, Outcome, Text
 from server.engine.runner import Runner, SegmentOutput, Work
 from tests.server.conftest import some_texts
-from tests.tiny import POISON
+from tests.tiny import POISON, VOCABULARY
 
 pytestmark = pytest.mark.anyio
 
@@ -29,12 +30,18 @@ class Spy:
     def __init__(self, bundle: Bundle) -> None:
         self._runner = Runner(bundle, precision="fp32", device="cpu", threads=1)
         self.runs: list[tuple[int, int]] = []
+        self.lone: list[bool] = []
         self.before: Callable[[int], None] = lambda segment: None
+        # Ids of which a run that holds one raises, as if the graph could not take it.
+        self.refused: set[int] = set()
 
-    def run(self, segment: int, items: Sequence[Work]) -> SegmentOutput:
+    def run(self, segment: int, items: Sequence[Work], *, lone: bool = False) -> SegmentOutput:
         self.runs.append((segment, len(items)))
+        self.lone.append(lone)
         self.before(segment)
-        return self._runner.run(segment, items)
+        if any(self.refused & set(item.ids.tolist()) for item in items):
+            raise RuntimeError("out of range")
+        return self._runner.run(segment, items, lone=lone)
 
 
 class Tally:
@@ -224,22 +231,79 @@ async def test_not_a_number_is_never_confident(tiny_bundle: Bundle) -> None:
         assert outcome == Failure("nonfinite")
 
 
-async def test_an_exception_fails_its_batch_and_no_worker(
+async def test_a_text_that_breaks_its_micro_batch_fails_alone(
     tiny_bundle: Bundle, caplog: pytest.LogCaptureFixture
 ) -> None:
+    async with running(tiny_bundle) as rig:
+        expected = answered((await rig.ask("a good film"))[0])
+        rig.spy.runs.clear()
+        rig.spy.refused = {VOCABULARY.index("dull")}
+        good, bad, other = await rig.ask("a good film", "a dull film", "a moving film")
+        assert bad == Failure("internal")
+        assert [answered(outcome).left.exit for outcome in (good, other)] == [4, 4]
+        np.testing.assert_allclose(answered(good).left.logits, expected.left.logits, atol=1e-5)
+        # Together, then each alone; the two that are whole go on together again.
+        assert rig.spy.runs == [(1, 3), (1, 1), (1, 1), (1, 1), (2, 2), (3, 2), (4, 2)]
+        assert len(answered(good).readings) == 4
+        assert rig.tally.failures == [Failure("internal")]
+        assert "segment 1 failed for 3 texts" in caplog.text
+        assert "dull" not in caplog.text
+
+
+async def test_a_segment_that_breaks_for_all_ends_no_worker(tiny_bundle: Bundle) -> None:
     def broken(segment: int) -> None:
         if segment == 2:
             raise RuntimeError("out of something")
 
     async with running(tiny_bundle) as rig:
         rig.spy.before = broken
-        outcomes = await rig.ask("a secret film", "a good film")
-        assert outcomes == [Failure("internal")] * 2
-        assert "segment 2 failed for 2 texts" in caplog.text
-        assert "secret" not in caplog.text
+        assert await rig.ask("a long film", "a good film") == [Failure("internal")] * 2
         rig.spy.before = lambda segment: None
         assert rig.engine.healthy
         assert answered((await rig.ask("a good film"))[0]).left.exit == 4
+
+
+async def test_an_observer_that_fails_costs_no_answer(tiny_bundle: Bundle) -> None:
+    def broken(segment: int, texts: int, seconds: float) -> None:
+        raise RuntimeError("no room for another sample")
+
+    async with running(tiny_bundle) as rig:
+        rig.tally.segment_ran = broken  # type: ignore[method-assign]
+        assert answered((await rig.ask("a good film"))[0]).left.exit == 4
+        assert rig.spy.runs == [(1, 1), (2, 1), (3, 1), (4, 1)]
+
+
+async def test_an_engine_whose_scheduler_breaks_says_so_and_leaves_nobody_waiting(
+    tiny_bundle: Bundle, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with running(tiny_bundle, workers=2) as rig:
+        gate = Gate(rig, segment=2)
+        inside = asyncio.ensure_future(rig.ask("a good film"))
+        await gate.entered()
+
+        def broken(now: float) -> None:
+            raise RuntimeError("lost count")
+
+        monkeypatch.setattr(rig.engine._scheduler, "pick", broken)
+        waiting = asyncio.ensure_future(rig.ask("a dull film", "a long film"))
+        assert await asyncio.gather(inside, waiting) == [[Failure("internal")], [Failure("internal")] * 2]
+        assert not rig.engine.healthy
+        with pytest.raises(NotRunning):
+            await rig.ask("a good film")
+        gate.open()
+        # Closing, at the end of this block, does not wait for what will never come.
+
+
+async def test_a_run_is_lone_only_while_nothing_else_runs_or_waits(tiny_bundle: Bundle) -> None:
+    async with running(tiny_bundle, workers=2) as rig:
+        await until(lambda: rig.engine._busy == 0)
+        gate = Gate(rig, segment=2)
+        older = asyncio.ensure_future(rig.ask("a good film"))
+        await gate.entered()
+        await rig.ask("a dull film", policy=FIRST)
+        gate.open()
+        await older
+        assert rig.spy.lone[:3] == [True, True, False]
 
 
 async def test_abandoned_texts_are_dropped_before_their_next_segment(tiny_bundle: Bundle) -> None:
@@ -297,7 +361,7 @@ async def test_an_answer_of_the_last_exit_is_final_even_if_the_deadline_overtake
 
     async with running(tiny_bundle) as rig:
         rig.tally.segment_ran = lambda segment, texts, seconds: delivered.wait(30) if segment == 4 else None
-        outcome = (await rig.ask("a good film", deadline_seconds=0.3))[0]
+        outcome = (await rig.ask("a good film", deadline_seconds=1.0))[0]
         delivered.set()
         assert answered(outcome).left.exit == 4
         assert answered(outcome).reason == "final"
@@ -315,7 +379,7 @@ async def test_the_queue_is_bounded_and_recovers(tiny_bundle: Bundle) -> None:
         await gate.entered()
         with pytest.raises(Overloaded) as caught:
             await rig.ask("a long film", "a short film")
-        assert caught.value.retry_after >= 1
+        assert (caught.value.reason, caught.value.retry_after) == ("queue_full", 1)
         third = asyncio.ensure_future(rig.ask("a long film"))
         await asyncio.sleep(0)
         with pytest.raises(Overloaded):
@@ -323,6 +387,20 @@ async def test_the_queue_is_bounded_and_recovers(tiny_bundle: Bundle) -> None:
         gate.open()
         await asyncio.gather(first, third)
         assert len(await rig.ask("a", "b", "c")) == 3
+
+
+async def test_a_text_that_could_not_make_its_deadline_is_refused_before_it_costs_anything(tiny_bundle: Bundle) -> None:
+    slow = LatencyTable.from_measurements(Measurement(segment, 1, 8, 10.0) for segment in range(1, 5))
+    async with running(tiny_bundle, max_queue=1, latency=slow) as rig:
+        for _ in range(3):
+            with pytest.raises(Overloaded) as caught:
+                await rig.ask("a good film", deadline_seconds=9.0)
+            assert caught.value.reason == "late"
+            assert caught.value.retry_after >= 1
+        assert rig.spy.runs == []
+        # Those without a deadline, or with one that can be met, are served.
+        assert answered((await rig.ask("a good film"))[0]).reason == "final"
+        assert answered((await rig.ask("a good film", deadline_seconds=60.0))[0]).reason == "final"
 
 
 @pytest.mark.parametrize("broken", ["", "\u0000"])
@@ -371,7 +449,7 @@ async def test_hundreds_at_once_are_each_answered_as_if_alone(tiny_bundle: Bundl
 
         for reading in answer.readings:
             output = runner.run(reading.exit, [One()])
-            One.state = output.states[0]
+            (One.state,) = output.carry([0])
             np.testing.assert_allclose(output.logits[0], reading.logits, atol=1e-4)
 
 

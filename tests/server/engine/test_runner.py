@@ -14,6 +14,7 @@ import pytest
 
 from models.bundle import Bundle
 from server.config import StartError
+from server.engine.latency import Measurement
 from server.engine.request import State
 from server.engine.runner import Runner, SegmentOutput, load_onnxruntime
 from tests.server.conftest import some_texts
@@ -38,13 +39,13 @@ def _logits(runner: Runner, bundle: Bundle, texts: list[str]) -> np.ndarray:
     found = []
     for segment in range(1, len(bundle.manifest.architecture.exits) + 1):
         output = runner.run(segment, items)
-        for item, state in zip(items, output.states, strict=True):
+        for item, state in zip(items, output.carry(range(len(items))), strict=True):
             item.state = state
         found.append(output.logits)
     return np.stack(found)
 
 
-def test_logits_are_the_same_alone_and_padded_in_company(tiny_bundle: Bundle) -> None:
+def test_logits_are_the_same_alone_and_packed_in_company(tiny_bundle: Bundle) -> None:
     runner = open_runner(tiny_bundle)
     texts = some_texts(12, seed=3)
     together = _logits(runner, tiny_bundle, texts)
@@ -57,7 +58,7 @@ def test_survivors_of_different_batches_can_be_regrouped(tiny_bundle: Bundle) ->
     texts = some_texts(4, seed=4)
     first, second = [Work(tiny_bundle, text) for text in texts[:2]], [Work(tiny_bundle, text) for text in texts[2:]]
     for group in (first, second):
-        for item, state in zip(group, runner.run(1, group).states, strict=True):
+        for item, state in zip(group, runner.run(1, group).carry([0, 1]), strict=True):
             item.state = state
     mixed = runner.run(2, [second[1], first[0]])
     expected = _logits(runner, tiny_bundle, texts)[1]
@@ -120,9 +121,9 @@ def test_the_warm_up_runs_no_larger_batch_than_requests_will(
     runner, sizes = open_runner(tiny_bundle), []
     run = runner.run
 
-    def counted(segment: int, items: Sequence[Any]) -> SegmentOutput:
+    def counted(segment: int, items: Sequence[Any], **options: Any) -> SegmentOutput:
         sizes.append(len(items))
-        return run(segment, items)
+        return run(segment, items, **options)
 
     monkeypatch.setattr(runner, "run", counted)
     runner.warm_up(1_000_000, 3)
@@ -145,6 +146,61 @@ def test_a_manifest_that_promises_more_than_its_graphs_hold_stops_the_start(
     bundle = Bundle(tiny_bundle.path, manifest, tiny_bundle.calibration, tiny_bundle.encoder)
     with pytest.raises(StartError, match=re.escape(words)):
         open_runner(bundle).warm_up(64, 4)
+
+
+def test_measuring_knows_every_segment_alone_and_in_company(tiny_bundle: Bundle) -> None:
+    table = open_runner(tiny_bundle).measure(512, 8, seconds=60.0)
+    assert table.segments == 4
+    assert table.texts.tolist() == [1, 8]
+    # The tiny model takes 64 tokens, so one text is measured up to 32, and eight have 512 in all.
+    assert table.tokens.tolist() == [8, 32, 128, 512]
+
+
+def test_a_slow_model_is_measured_on_fewer_sizes(tiny_bundle: Bundle) -> None:
+    table = open_runner(tiny_bundle).measure(512, 8, seconds=0.0)
+    assert (table.segments, len(table.texts), len(table.tokens)) == (4, 1, 1)
+
+
+def test_lone_runs_on_more_threads_say_the_same(tiny_bundle: Bundle) -> None:
+    runner = open_runner(tiny_bundle)
+    runner.widen(2)
+    for text in some_texts(5, seed=8):
+        together, alone = (runner.run(1, [Work(tiny_bundle, text)], lone=lone) for lone in (False, True))
+        np.testing.assert_allclose(together.logits, alone.logits, atol=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("milliseconds", "kept"),
+    [
+        ({1: 10.0, 2: 9.5}, 1),
+        ({1: 10.0, 2: 6.0, 4: 5.8}, 2),
+        ({1: 10.0, 2: 6.0, 4: 4.0, 8: 2.0}, 8),
+    ],
+)
+def test_more_threads_for_a_lone_run_must_earn_their_keep(
+    tiny_bundle: Bundle, monkeypatch: pytest.MonkeyPatch, milliseconds: dict[int, float], kept: int
+) -> None:
+    runner = open_runner(tiny_bundle)
+
+    def timed(lengths: Sequence[int], *, lone: bool = False) -> list[Measurement]:
+        assert lone
+        return [Measurement(1, len(lengths), sum(lengths), milliseconds[runner.lone_threads])]
+
+    monkeypatch.setattr(runner, "_time", timed)
+    assert list(runner.fit_lone_threads(8)) == list(milliseconds)
+    assert runner.lone_threads == kept
+
+
+def test_whoever_goes_on_never_keeps_much_more_than_its_own_state_alive(tiny_bundle: Bundle) -> None:
+    runner = open_runner(tiny_bundle)
+    texts = [Work(tiny_bundle, "good " * length) for length in (3, 30, 2, 5)]
+    output = runner.run(1, texts)
+    assert [len(array) for state in output.carry([0, 1]) for array in state] == [5, 5, 5, 32, 32, 32]
+    # Most tokens go on: views. Few do: copies, or one short text would hold all the others' arrays.
+    assert all(np.shares_memory(array, output.state[0]) for array, *_ in output.carry([0, 1]))
+    assert not any(np.shares_memory(array, output.state[0]) for array, *_ in output.carry([0, 3]))
+    for view, copy in zip(output.carry([0, 1])[0], output.carry([0])[0], strict=True):
+        np.testing.assert_array_equal(view, copy)
 
 
 def test_cuda_where_there_is_none_is_an_error_never_the_cpu(tiny_bundle: Bundle) -> None:
