@@ -244,6 +244,55 @@ def _in_words(result: dict[str, Any], text: str) -> str:
     return f"{result['label']}  {result['score']:.4f}  ({way}, {left['reason']}{promise})  {text}"
 
 
+@app.command()
+def bench(
+    url: Annotated[str, typer.Argument(help="of a running server, as http://localhost:8000")],
+    rate: Annotated[
+        float,
+        typer.Option(
+            help="requests a second; they fall due at random (Poisson), answered or not", min=0.001, max=100_000
+        ),
+    ] = 50.0,
+    clients: Annotated[
+        int | None, typer.Option(help="instead of --rate: clients that each wait for their answers", min=1, max=4096)
+    ] = None,
+    seconds: Annotated[float, typer.Option(help="how long requests are sent", min=0.001, max=86_400)] = 10.0,
+    texts: Annotated[
+        typer.FileText | None, typer.Option(help="texts to post, one a line, - for stdin [default: eight short ones]")
+    ] = None,
+    model: Annotated[str | None, typer.Option(help="a name from /models [default: the server's]")] = None,
+    quality: Annotated[float | None, typer.Option(help="as in POST /classify, like the next two")] = None,
+    speed: Annotated[float | None, typer.Option()] = None,
+    deadline_ms: Annotated[float | None, typer.Option()] = None,
+    header: Annotated[list[str] | None, typer.Option(metavar="NAME:VALUE", help="sent along; may be repeated")] = None,
+    seed: Annotated[int, typer.Option(help="of the times at which requests fall due")] = 0,
+    as_json: Annotated[bool, typer.Option("--json", help="one JSON document")] = False,
+) -> None:
+    """Put load on a running server: percentiles, status codes, and the exits that its texts took.
+
+    Latencies count from the time that a request was due, so that a server that stalls cannot hide it.
+    """
+    from server.bench import TEXTS, Plan, in_words
+    from server.bench import bench as put_load_on
+
+    lines = TEXTS if texts is None else [line.rstrip("\r\n") for line in texts if line.strip()]
+    if not lines:
+        raise UsageError("--texts: no text in it")
+    headers = dict(_name_and_value(one) for one in header or ())
+    asked = {"model": model, "quality": quality, "speed": speed, "deadline_ms": deadline_ms}
+    wishes = {name: value for name, value in asked.items() if value is not None}
+    plan = Plan(seconds=seconds, rate=None if clients else rate, clients=clients, seed=seed)
+    document = put_load_on(url, lines, wishes, headers, plan)
+    typer.echo(json.dumps(document, ensure_ascii=False) if as_json else in_words(document))
+
+
+def _name_and_value(header: str) -> tuple[str, str]:
+    name, colon, value = header.partition(":")
+    if not colon or not name.strip():
+        raise UsageError(f"--header: {name!r} is not NAME:VALUE")
+    return name.strip(), value.strip()
+
+
 @app.command("inspect")
 def inspect_bundle(
     bundle: Annotated[Path | None, typer.Argument(help="a bundle folder [default: the shipped one]")] = None,

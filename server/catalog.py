@@ -31,9 +31,9 @@ class ServedModel:
     device: str
     workers: int
     threads: int
-    max_tokens: int
     lone_threads: int
     latency: LatencyTable | None
+    max_tokens: int
     engine: Engine
     metrics: ModelMetrics
 
@@ -175,9 +175,9 @@ def _serve(settings: Settings, bundle: Bundle, metrics: Metrics) -> ServedModel:
         device=runner.device,
         workers=workers,
         threads=threads,
-        max_tokens=encoder.max_length,
         lone_threads=runner.lone_threads,
         latency=latency,
+        max_tokens=encoder.max_length,
         engine=engine,
         metrics=observer,
     )
