@@ -231,7 +231,7 @@ ROWS: dict[str, tuple[Plot, ...]] = {
     "Refused, cut, lost": (
         Plot(
             "Rejections",
-            "Requests by reason: queue_full and concurrency are 429, deadline is 504, not_running is 503.",
+            "Requests by reason: queue_full, concurrency and late are 429, deadline is 504, not_running is 503.",
             (Query(rate("rejected_total", "reason"), "{{reason}}"),),
             "reqps",
         ),

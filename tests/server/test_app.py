@@ -112,15 +112,6 @@ async def test_the_openapi_document_names_schemas_errors_and_examples(tiny_bundl
         assert {"400", "404", "413", "422", "429", "500", "503", "504"} <= set(operation["responses"])
         references = _references(document)
         assert all(name in document["components"]["schemas"] for name in references)
-        # Every example is a request that this server answers, but for the one that needs a model of pairs.
-        answered = 0
-        for name, example in body["examples"].items():
-            # 25 ms may be too few on a busy machine.
-            patience = {"deadline_ms": 60_000} if "deadline_ms" in example["value"] else {}
-            response = await served.client.post("/classify", json=example["value"] | patience)
-            answered += response.status_code == 200
-            assert response.status_code == 200 or "pairs" in name
-        assert answered >= 4
 
 
 def _references(node: object) -> set[str]:
