@@ -156,8 +156,8 @@ async def _serve(
         # Uvicorn does the same a little later; from the line below on, people and tests count on it.
         for sig in (signal.SIGTERM, signal.SIGINT):
             signal.signal(sig, on_signal)
-    logger.info("listening on %s", _url(listener))
     async with _metrics_served(app.state.metrics, monitor):
+        logger.info("listening on %s", _url(listener))
         await server.serve(sockets=[listener])
     if server.force_exit:
         # Uvicorn leaves it at that; requests still get their 503, and the engine its orderly end.
