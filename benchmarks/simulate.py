@@ -17,20 +17,17 @@ import json
 import statistics
 import sys
 import time
-from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
 from models.bundle import Bundle
 from models.exits import Policy, first_exit, full_depth
-from server.engine.latency import LatencyTable, Measurement
+from server.engine.latency import LatencyTable
 from server.engine.order import ORDERS
-from server.engine.request import State
 from server.engine.runner import Runner
 from server.engine.scheduler import Scheduler
 from server.engine.simulator import Arrivals, Profile, Service, Simulated, batching_like, simulate
@@ -152,48 +149,13 @@ def line(*cells: object) -> None:
     print("| " + " | ".join(map(str, cells)) + " |")
 
 
-@dataclass(frozen=True, slots=True)
-class Probe:
-    """A text to measure with."""
-
-    ids: NDArray[np.int64]
-    type_ids: NDArray[np.int64]
-    state: State = ()
-
-
 def measure(options: argparse.Namespace) -> None:
-    """Times every segment on texts of equal lengths; the quickest run counts, the others met neighbours."""
+    """Times every segment as a server does when it starts, only for longer."""
     bundle = Bundle.load(options.bundle)
     precision = options.precision or bundle.manifest.default_precision
     runner = Runner(bundle, precision=precision, device="cpu", threads=options.threads)
-    # On a busy machine the CPU time of a run on one thread is what it would take on a quiet one.
-    clock = time.thread_time if options.threads == 1 else time.perf_counter
-    shapes = [
-        [length] * texts
-        for texts in options.texts_grid
-        for length in options.length_grid
-        if texts == 1 or texts * length <= options.max_batch_tokens
-    ]
-    mixed = [max(options.length_grid), *[max(options.length_grid) // 12] * 7]
-    draw, taken = np.random.default_rng(0), defaultdict(list)
-    # All shapes in turn, again and again: a burst of noise then spoils one run of each, not all runs of one.
-    for _ in range(options.runs):
-        for lengths in (*shapes, mixed):
-            ids = [draw.integers(1000, 20_000, length, dtype=np.int64) for length in lengths]
-            probes = [Probe(row, np.zeros_like(row)) for row in ids]
-            for segment in range(1, len(bundle.manifest.architecture.exits) + 1):
-                began = clock()
-                output = runner.run(segment, probes)
-                taken[segment, tuple(lengths)].append(clock() - began)
-                onward = zip(probes, output.states, strict=False)  # the last segment has no states
-                probes = [Probe(one.ids, one.type_ids, state) for one, state in onward]
-    quickest = {key: min(seconds) for key, seconds in taken.items()}
-    of_mixed = [seconds for (_, lengths), seconds in quickest.items() if lengths == tuple(mixed)]
-    table = LatencyTable.from_measurements(
-        Measurement(segment, len(lengths), sum(lengths), seconds)
-        for (segment, lengths), seconds in quickest.items()
-        if lengths != tuple(mixed)
-    ).with_padding(mixed, of_mixed)
+    runner.warm_up(options.max_batch_tokens, options.max_batch_texts)
+    table = runner.measure(options.max_batch_tokens, options.max_batch_texts, options.seconds, rounds=10_000)
     options.output.write_text(json.dumps(table.document()) + "\n", encoding="utf-8")
     print(f"an empty place beside a longer text counts as {table.padding:.2f} tokens\n")
     rows = table.rows()
@@ -217,7 +179,7 @@ def leave(options: argparse.Namespace) -> None:
     policies = {"1.0": full_depth(len(logits))}
     policies |= {f"{tier.quality:g}": Policy(tier.criterion, tier.threshold) for tier in calibration.certified}
     exits = {
-        quality: (first_exit(logits, calibration.temperatures, policy) + 1).tolist()
+        quality: (first_exit(logits, calibration.temperatures, calibration.agreement_temperatures, policy) + 1).tolist()
         for quality, policy in policies.items()
     }
     document = {"tokens": [len(text) for text in encoded], "exits": exits}
@@ -269,10 +231,9 @@ def parser() -> argparse.ArgumentParser:
     two.add_argument("--output", type=Path, required=True)
     two.add_argument("--precision", choices=["fp32", "fp16", "int8"])
     two.add_argument("--threads", type=int, default=1)
-    two.add_argument("--runs", type=int, default=30)
-    two.add_argument("--texts-grid", type=numbers_of(int), default=[1, 2, 4, 8, 16])
-    two.add_argument("--length-grid", type=numbers_of(int), default=[4, 8, 16, 32, 64, 128], help="tokens of each text")
+    two.add_argument("--seconds", type=float, default=20.0, help="to measure for")
     two.add_argument("--max-batch-tokens", type=int, default=512)
+    two.add_argument("--max-batch-texts", type=int, default=32)
     three = commands.add_parser("profile", help="run texts", formatter_class=argparse.ArgumentDefaultsHelpFormatter)
     three.set_defaults(do=leave)
     three.add_argument("bundle", type=Path)

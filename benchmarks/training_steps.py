@@ -73,10 +73,10 @@ def main() -> None:
             if step >= 2:
                 seconds[method].append(time.process_time() - start)
     reference = statistics.median(seconds["jt"])
-    for method, times in seconds.items():
+    for name, times in seconds.items():
         # A step of alt is one of two kinds by turns: only its mean says what it costs.
-        took = statistics.mean(times) if method == "alt" else statistics.median(times)
-        print(f"{method:>10}  {1000 * took:8.1f} ms of CPU a step  {took / reference:.2f} x jt")
+        took = statistics.mean(times) if name == "alt" else statistics.median(times)
+        print(f"{name:>10}  {1000 * took:8.1f} ms of CPU a step  {took / reference:.2f} x jt")
 
 
 if __name__ == "__main__":

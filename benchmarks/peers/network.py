@@ -89,8 +89,8 @@ def write_transformers(
         array = fitting(architecture, weights, name, tuple(tensor.shape))
         tensors[f"bert.{theirs[id(tensor)]}"] = torch.from_numpy(array)
     for part in ("dense.weight", "dense.bias", "classifier.weight", "classifier.bias", "pool_query"):
-        if (array := weights.get(f"exits.1.{part}")) is not None:
-            tensors[part] = torch.from_numpy(np.array(array, dtype=np.float32))
+        if (own := weights.get(f"exits.1.{part}")) is not None:
+            tensors[part] = torch.from_numpy(np.array(own, dtype=np.float32))
     folder.mkdir(parents=True, exist_ok=True)
     save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, folder / "model.safetensors")
     documents = {"config": config.to_dict(), "tokenizer_config": tokenizer_config(bundle, architecture)}

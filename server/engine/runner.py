@@ -216,17 +216,29 @@ class Runner:
         for texts, length in ((most, longest), (1, min(3, longest))):
             self._time([length] * texts)
 
-    def measure(self, max_batch_tokens: int, max_batch_texts: int, seconds: float) -> LatencyTable:
-        """How long runs of several sizes take, measured for about ``seconds``, the largest first; a slow model is
-        measured on fewer sizes."""
+    def measure(
+        self, max_batch_tokens: int, max_batch_texts: int, seconds: float, *, rounds: int = MEASURING_ROUNDS
+    ) -> LatencyTable:
+        """How long runs of several sizes take, measured for about ``seconds`` and at most ``rounds`` times each, the
+        largest first; a slow model is measured on fewer sizes. One of them is a pack of unequal lengths, which says
+        what an empty place in attention costs."""
         end = time.perf_counter() + seconds
-        sizes = _sizes(max_batch_tokens, max_batch_texts, min(self._architecture.max_length, max_batch_tokens))
+        longest = min(self._architecture.max_length, max_batch_tokens)
+        largest, *smaller = _sizes(max_batch_tokens, max_batch_texts, longest)
+        unequal = _unequal(max_batch_tokens, max_batch_texts, longest)
         measured: list[Measurement] = []
-        for lengths in sizes * MEASURING_ROUNDS:
-            measured += self._time(lengths)
+        of_unequal: list[list[float]] = []
+        for lengths in [largest, unequal, *smaller] * rounds:
+            taken = self._time(lengths)
+            if lengths is unequal:
+                of_unequal.append([one.seconds for one in taken])
+            else:
+                measured += taken
             if time.perf_counter() > end:
                 break
-        return LatencyTable.from_measurements(measured)
+        table = LatencyTable.from_measurements(measured)
+        # Least, not median: one burst of noise would forbid company that pays.
+        return table.with_padding(unequal, np.min(of_unequal, axis=0).tolist()) if of_unequal else table
 
     def fit_lone_threads(self, most: int) -> dict[int, float]:
         """Measures a text of middle length on 1, 2, 4 ... threads, up to ``most``, and keeps the number for lone runs.
@@ -313,6 +325,13 @@ def _sizes(max_batch_tokens: int, max_batch_texts: int, longest: int) -> list[li
                 sizes.append([tokens // texts] * texts)
             tokens *= 4
     return sorted(sizes or [[longest]], key=sum, reverse=True)
+
+
+def _unequal(max_batch_tokens: int, max_batch_texts: int, longest: int) -> list[int]:
+    """Lengths of a pack of one long text and up to seven short ones, the tokens of both together alike."""
+    long = min(longest, max(1, max_batch_tokens // 2))
+    texts = min(8, max_batch_texts)
+    return [long, *[max(1, long // 7)] * (texts - 1)]
 
 
 def _packed(parts: Sequence[NDArray[Any]]) -> NDArray[Any]:
