@@ -121,6 +121,8 @@ def build_router(settings: Settings, catalog: Catalog, metrics: Metrics, version
                         "device": model.device,
                         "workers": model.workers,
                         "threads": model.threads,
+                        "lone_threads": model.lone_threads,
+                        "latency": None if model.latency is None else model.latency.document(),
                     }
                     for model in catalog.models.values()
                 },

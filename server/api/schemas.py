@@ -286,11 +286,25 @@ class Models(Strict):
     models: list[ModelDescription]
 
 
+class LatencyTable(Strict):
+    """Seconds of a run of each segment on so many texts with so many tokens in all:
+    `seconds[segment][texts][tokens]`."""
+
+    texts: list[int]
+    tokens: list[int]
+    seconds: list[list[list[float]]]
+    padding: float = Field(description="tokens that an empty place beside a longer text counts as")
+
+
 class Runtime(Strict):
     precision: str
     device: str
-    workers: int
-    threads: int
+    workers: int = Field(description="runs at once")
+    threads: int = Field(description="CPU threads of a run under load")
+    lone_threads: int = Field(description="CPU threads of a run that has the machine to itself")
+    latency: LatencyTable | None = Field(
+        description="what the start measured; null where it was told not to (measure_seconds 0)"
+    )
 
 
 class Info(Strict):

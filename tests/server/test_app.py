@@ -93,7 +93,14 @@ async def test_info_tells_the_limits(tiny_bundle: Bundle) -> None:
     async with serving(tiny_bundle, max_inputs=5, threads=1, workers=2) as served:
         info = (await served.client.get("/info")).json()
         assert info["limits"]["max_inputs"] == 5
-        assert info["runtime"]["tiny"] == {"precision": "fp32", "device": "cpu", "workers": 2, "threads": 1}
+        assert info["runtime"]["tiny"] == {
+            "precision": "fp32",
+            "device": "cpu",
+            "workers": 2,
+            "threads": 1,
+            "lone_threads": 1,
+            "latency": None,
+        }
 
 
 async def test_the_openapi_document_names_schemas_errors_and_examples(tiny_bundle: Bundle) -> None:
