@@ -9,6 +9,7 @@ Agreement is ours: confidence at a temperature that makes it the chance to say w
 to be right (docs/decisions/0006).
 """
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, TypeVar
@@ -52,7 +53,7 @@ class Policy:
     def __post_init__(self) -> None:
         if self.criterion not in CRITERIA:
             raise ValueError(f"criterion must be one of {', '.join(CRITERIA)}, not {self.criterion!r}")
-        if not np.isfinite(self.threshold):
+        if not math.isfinite(self.threshold):
             raise ValueError("threshold must be a finite number")
         if self.criterion == "patience":
             if self.threshold < 1 or self.threshold != int(self.threshold):

@@ -6,10 +6,7 @@ Its HTTP shape is in ``schemas``; ``offramp classify`` uses it without HTTP.
 from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
-
 from models.costs import layer_cost
-from models.exits import Floats
 from server.api.depth import Depth, choose_depth
 from server.api.errors import ApiError, invalid
 from server.api.schemas import ClassifyRequest, TextPair
@@ -190,11 +187,13 @@ def _result(model: ServedModel, request: ClassifyRequest, depth: Depth, answer: 
 
 def _scores(model: ServedModel, request: ClassifyRequest, reading: Reading) -> dict[str, Any]:
     labels = model.bundle.manifest.labels
-    values: Floats = reading.logits if request.raw_scores else reading.probabilities
+    logits = reading.logits.tolist()
+    values = logits if request.raw_scores else reading.probabilities.tolist()
     # By logits: two probabilities can round to the same number. Stable, so that ties go to the label of the verdict.
-    order = np.argsort(-reading.logits, kind="stable")[: request.top_k]
+    # Python's sort, not NumPy's: that one hands the interpreter to the workers, and waits to get it back.
+    order = sorted(range(len(logits)), key=logits.__getitem__, reverse=True)
     return {
         "label": labels[reading.label],
-        "score": float(values[reading.label]),
-        "scores": [{"label": labels[index], "score": float(values[index])} for index in order],
+        "score": values[reading.label],
+        "scores": [{"label": labels[index], "score": values[index]} for index in order[: request.top_k]],
     }

@@ -1,9 +1,12 @@
 """The HTTP routes. Each translates to one call; none has a path of its own to the engine."""
 
 import html
+import inspect
+from collections.abc import Callable, Coroutine
 from typing import Any
 
 from fastapi import APIRouter, Request, Response
+from fastapi.routing import APIRoute
 from prometheus_client.exposition import choose_encoder
 from starlette.responses import HTMLResponse, PlainTextResponse
 
@@ -34,9 +37,23 @@ _PAGE_HEADERS = {
 }
 
 
-def build_router(settings: Settings, catalog: Catalog, metrics: Metrics, version: str) -> APIRouter:
+class DirectRoute(APIRoute):
+    """A route whose endpoint takes the request alone, or nothing but what its path gives.
+
+    Ours read their bodies and write their responses themselves. Where the endpoint takes only the request, there is
+    nothing for FastAPI to resolve and serialise, which it does for 0.2 ms all the same.
+    """
+
+    def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
+        if list(inspect.signature(self.endpoint).parameters) == ["request"]:
+            handler: Callable[[Request], Coroutine[Any, Any, Response]] = self.endpoint
+            return handler
+        return super().get_route_handler()
+
+
+def add_routes(router: APIRouter, settings: Settings, catalog: Catalog, metrics: Metrics, version: str) -> None:
     """All routes, bound to one app's settings, models and metrics."""
-    router = APIRouter()
+    router.route_class = DirectRoute
     front = Front(settings, catalog, metrics)
 
     @router.post(
@@ -137,7 +154,6 @@ def build_router(settings: Settings, catalog: Catalog, metrics: Metrics, version
         metrics.create_route(route, (200, 503))
     for route in ("/metrics", "/models", "/info", "/", "/v2/health/live", "/v2/health/ready"):
         metrics.create_route(route)
-    return router
 
 
 def describe(model: ServedModel, default: bool) -> dict[str, Any]:

@@ -71,7 +71,7 @@ def test_matthews_survives_as_many_rows_as_a_data_set_has() -> None:
 def test_a_metric_is_found_by_name_and_an_unknown_one_names_those_there_are() -> None:
     predicted, labels = np.array([1, 0]), np.array([1, 1])
     assert metric_value("accuracy", predicted, labels) == 0.5
-    with pytest.raises(ValueError, match="metric must be one of accuracy, f1, matthews, not 'bleu'"):
+    with pytest.raises(ValueError, match="metric must be one of accuracy, f1, matthews, agreement, not 'bleu'"):
         metric_value("bleu", predicted, labels)
 
 

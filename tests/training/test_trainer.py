@@ -704,7 +704,7 @@ def test_two_examples_are_enough_to_train(tmp_path: Path) -> None:
         ({"learning_rate": math.nan}, "learning_rate"),
         ({"warmup": 1.0}, r"warmup must lie in \[0, 1\), not 1.0"),
         ({"stop_after": 0}, "stop_after must be at least 1, not 0"),
-        ({"metric": "bleu"}, "metric must be one of accuracy, f1, matthews, not 'bleu'"),
+        ({"metric": "bleu"}, "metric must be one of accuracy, f1, matthews, agreement, not 'bleu'"),
         ({"exit_weights": "deep"}, "exit_weights must be one of uniform, depth, not 'deep'"),
         ({"method": "ce", "distillation": Distillation(1.0)}, "distillation needs a method that trains several exits"),
         ({"method": "ce+scl", "contrast": Contrast(weight=1.5)}, "contrast weight must be at most 1 for 'ce\\+scl'"),

@@ -4,7 +4,7 @@ from typing import Any
 
 import httpx
 import pytest
-from huggingface_hub import InferenceClient
+from huggingface_hub import InferenceClient, constants
 from huggingface_hub.errors import HfHubHTTPError
 
 from tests.server.conftest import Served
@@ -13,6 +13,12 @@ from tests.server.process import Process
 pytestmark = pytest.mark.anyio
 
 TEXT = "a good film"
+
+
+@pytest.fixture(autouse=True)
+def online(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where HF_HUB_OFFLINE is set for the backbones' sake, their client refuses our server as well."""
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
 
 
 async def predict(doors: Served, path: str = "/predict", header: str | None = None, **body: Any) -> httpx.Response:
