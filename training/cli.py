@@ -401,9 +401,7 @@ def _settings(values: Mapping[str, Any], output: Path) -> "RunSettings":
 
 def _labelled(file: Path, text: str, label: str, pair: str | None, label_map: str | None) -> Any:
     """A table, its labels renamed by ``label_map`` where one is given."""
-    from dataclasses import replace
-
-    from training.data import Table, check_labels, read_table
+    from training.data import read_table, rename_labels
 
     table = read_table(file, text, label, pair)
     if label_map is None:
@@ -412,8 +410,7 @@ def _labelled(file: Path, text: str, label: str, pair: str | None, label_map: st
     names = {label: name for label, _, name in parts}
     if len(names) < len(parts) or not all(equals for _, equals, _ in parts):
         raise UsageError(f"--label-map must look like 0=negative,1=positive, not {label_map!r}")
-    check_labels(table.examples, tuple(names), str(file))
-    return Table(table.source, tuple(replace(e, label=names[e.label]) for e in table.examples))
+    return rename_labels(table, names)
 
 
 @contextmanager

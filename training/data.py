@@ -5,7 +5,7 @@ import json
 import math
 import re
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
@@ -219,6 +219,12 @@ def check_labels(examples: Sequence[Example], labels: Sequence[str], source: str
     for example in examples:
         if example.label not in known:
             raise DataError(f"{source}, row {example.row}: label {example.label!r} is not among the training labels")
+
+
+def rename_labels(table: Table, names: Mapping[str, str]) -> Table:
+    """``table`` with each label as ``names`` has it; raises :class:`DataError` naming the first row with another."""
+    check_labels(table.examples, tuple(names), table.source)
+    return Table(table.source, tuple(replace(e, label=names[e.label]) for e in table.examples))
 
 
 Grouping = Callable[[Sequence[Example]], list[tuple[int, ...]]]

@@ -21,6 +21,11 @@ def launched_rank() -> int:
     return int(os.environ.get("RANK", "0"))
 
 
+def launched_count() -> int:
+    """How many processes ``accelerate launch`` started; 1 without it."""
+    return int(os.environ.get("WORLD_SIZE", "1"))
+
+
 @dataclass(frozen=True, slots=True)
 class Processes:
     """This process's ``rank`` among ``count``; with one, nothing here communicates."""

@@ -7,7 +7,6 @@ can be exported again with other exits.
 
 import hashlib
 import json
-import os
 import platform
 import re
 import tempfile
@@ -28,6 +27,7 @@ from models.costs import exit_costs
 from models.network import Backbone, MultiExitNetwork, build_network, load_backbone
 from models.tokenization import TextEncoder
 from training.calibrate import Split, SplitLogits, calibrate
+from training.checkpoint import replace_text
 from training.classifier import load_classifier
 from training.data import (
     Example,
@@ -43,6 +43,7 @@ from training.data import (
 )
 from training.evaluate import Measured, curve, exit_scores, measure, run_graphs
 from training.export import export_graphs, select_exits
+from training.methods import Contrast, Distillation
 from training.parallel import launched_rank
 from training.report import PLOT_NAME, VALIDATION_SPLIT, bundle_plot, model_card
 from training.tasks import TASKS
@@ -545,8 +546,6 @@ def read_run(folder: Path) -> RunSettings:
 
 def settings_from(document: Mapping[str, Any]) -> RunSettings:
     """:class:`RunSettings` from their JSON form."""
-    from training.methods import Contrast, Distillation
-
     values, data = dict(document), dict(document["data"])
     training = dict(values.pop("training"))
     contrast = Contrast(**training.pop("contrast"))
@@ -578,9 +577,7 @@ def _claim(folder: Path, settings: RunSettings, *, resume: bool) -> None:
             raise PipelineError(f"{folder}: the run there has other settings: {', '.join(differing)}")
         return
     folder.mkdir(parents=True, exist_ok=True)
-    partial = path.with_suffix(".partial")
-    partial.write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
-    os.replace(partial, path)
+    replace_text(path, json.dumps(document, indent=1) + "\n")
 
 
 def _flat(document: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:

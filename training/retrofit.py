@@ -5,7 +5,6 @@ is a run like any other, whose labels are those answers: every score is agreemen
 """
 
 import json
-import os
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -18,6 +17,7 @@ from models.tokenization import TextEncoder
 from training.checkpoint import replace_text
 from training.classifier import Classifier, load_classifier
 from training.data import DataError, Tokenized
+from training.parallel import launched_count
 from training.pipeline import Observer, PipelineError, RunSettings, run
 from training.trainer import exit_logits
 
@@ -41,7 +41,7 @@ def retrofit(
     names for its classes, in its order. Raises :class:`PipelineError` for names that do not fit the classifier, and
     what :func:`read_texts`, :func:`load_classifier` and :func:`training.pipeline.run` raise.
     """
-    if int(os.environ.get("WORLD_SIZE", "1")) > 1:
+    if launched_count() > 1:
         raise PipelineError("offramp retrofit runs in one process; start it without accelerate launch")
     classifier = load_classifier(settings.backbone)
     names = classifier.labels if labels is None else tuple(labels)

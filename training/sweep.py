@@ -7,7 +7,6 @@ mean ± std per exit.
 import csv
 import json
 import math
-import os
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
@@ -23,8 +22,10 @@ from models.architecture import Head
 from models.costs import exit_costs
 from models.network import Backbone, build_network, load_backbone
 from models.tokenization import TextEncoder
+from training.checkpoint import replace_text
 from training.data import Example, Tokenized, subset, tokenize
 from training.methods import METHODS, MethodName
+from training.parallel import launched_count
 from training.pipeline import DataSettings, exit_specs, prepare
 from training.trainer import EpochReport, StepReport, TrainingError, TrainingSettings, exit_metrics, train
 
@@ -107,9 +108,7 @@ def run_cell(
         "conflicts_by_epoch": [_number(e["share_of_conflicts"]) for e in epochs],
         "seconds": round(seconds, 1),
     }
-    partial = target.with_suffix(".partial")
-    partial.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
-    os.replace(partial, target)
+    replace_text(target, json.dumps(result, indent=1) + "\n")
     return result
 
 
@@ -136,7 +135,7 @@ def run_grid(
     All cells share the splits (drawn with seed 0) and are scored on the task's evaluation file; runs of one seed share
     their part of the training split. Raises ValueError for a method or head that is none, before any work.
     """
-    if int(os.environ.get("WORLD_SIZE", "1")) > 1:
+    if launched_count() > 1:
         raise ValueError("offramp sweep runs in one process; start it without accelerate launch")
     from_scratch = [name for name, method in METHODS.items() if method.stages != ("others",)]
     for kind, names, known in (("method", methods, from_scratch), ("head", heads, get_args(Head))):

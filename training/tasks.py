@@ -1,10 +1,10 @@
 """The seven classification tasks of GLUE (Wang et al. 2019), read from a folder in GLUE's own layout."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 
-from training.data import Grouping, Table, check_labels, read_table, same_first_text, same_text, sentence_of
+from training.data import Grouping, Table, read_table, rename_labels, same_first_text, same_text, sentence_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,8 +40,7 @@ class Task:
             header=self.header,
             drop_broken=self.drops_broken_rows,
         )
-        check_labels(table.examples, tuple(self.labels), table.source)
-        return Table(table.source, tuple(replace(e, label=self.labels[e.label]) for e in table.examples))
+        return rename_labels(table, self.labels)
 
 
 _ENTAILMENT = {"not_entailment": "not_entailment", "entailment": "entailment"}
