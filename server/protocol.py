@@ -2,6 +2,7 @@
 
 import asyncio
 import functools
+import re
 from typing import Any
 
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
@@ -10,6 +11,7 @@ from server.api.errors import ApiError
 
 # Other servers take 8 to 16 KiB of request line and headers; uvicorn with httptools collects without end.
 MAX_HEAD_BYTES = 64 * 1024
+_UPGRADE = re.compile(rb"(?i)(?<=\n)upgrade(?=[ \t]*:)")
 
 
 def bounded_http(head_seconds: float) -> Any:
@@ -26,7 +28,7 @@ class BoundedHttp(HttpToolsProtocol):
         super().__init__(*args, **kwargs)
         self._head_seconds = head_seconds
         self._timer: asyncio.TimerHandle | None = None
-        self._in_head = False
+        self._in_head = self._in_message = False
         self._head_bytes = 0
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
@@ -39,6 +41,8 @@ class BoundedHttp(HttpToolsProtocol):
 
     def data_received(self, data: bytes) -> None:
         was_in_head = self._in_head
+        if was_in_head or not self._in_message:
+            data = _without_upgrade(data)
         super().data_received(data)
         if not self._in_head or self.transport.is_closing():
             return
@@ -48,7 +52,7 @@ class BoundedHttp(HttpToolsProtocol):
             self._refuse(ApiError(431, f"request line and headers exceed {MAX_HEAD_BYTES} bytes", type="too_large"))
 
     def on_message_begin(self) -> None:
-        self._in_head = True
+        self._in_head = self._in_message = True
         self._await_head()
         super().on_message_begin()
 
@@ -56,6 +60,10 @@ class BoundedHttp(HttpToolsProtocol):
         self._in_head = False
         self._head_is_here()
         super().on_headers_complete()
+
+    def on_message_complete(self) -> None:
+        self._in_message = False
+        super().on_message_complete()
 
     def _await_head(self) -> None:
         if self._timer is None:
@@ -84,3 +92,14 @@ class BoundedHttp(HttpToolsProtocol):
         status = {400: b"Bad Request", 408: b"Request Timeout", 431: b"Request Header Fields Too Large"}[error.status]
         self.transport.write(b"HTTP/1.1 %d %s\r\n%s\r\n%s" % (error.status, status, head, bytes(response.body)))
         self.transport.close()
+
+
+def _without_upgrade(data: bytes) -> bytes:
+    """``data``, which begins in a request's head, with an ``Upgrade`` header of that head under a name that means
+    nothing.
+
+    We upgrade to nothing, so it is to be ignored (RFC 9110, 7.8); httptools drops the body of a request that has it.
+    Java's own client sends ``Upgrade: h2c`` with every first request.
+    """
+    head, end, rest = data.partition(b"\r\n\r\n")
+    return _UPGRADE.sub(b"Ignored", head) + end + rest

@@ -9,6 +9,7 @@ from typing import Any, TypeVar
 import pydantic_core
 from fastapi import Request, Response
 from pydantic import ValidationError
+from starlette.datastructures import Headers
 from starlette.requests import ClientDisconnect
 
 from server.api.classify import classify, find_model
@@ -93,6 +94,12 @@ class Front:
         return response
 
 
+def wishes_header(headers: Headers) -> str | None:
+    """The ``X-Offramp`` header, ``None`` where there is none. A list in several headers is one list (RFC 9110, 5.3)."""
+    parts = headers.getlist(WISHES_HEADER)
+    return ", ".join(parts) if parts else None
+
+
 def wish_from(fields: Mapping[str, Any], header: str | None) -> ClassifyRequest:
     """The request with ``fields``, and with the wishes of the ``X-Offramp`` header (``quality=0.97, deadline_ms=25``).
 
@@ -122,6 +129,9 @@ def _in_header(header: str | None) -> dict[str, Any]:
                 WISHES_HEADER,
             )
         try:
+            if "_" in value and name not in ("model", "criterion"):
+                # Python's own way to write 10 as 1_0.
+                raise ValueError
             wishes[name] = (
                 value if name in ("model", "criterion") else int(value) if value.isdecimal() else float(value)
             )

@@ -5,6 +5,7 @@ it classifies pairs. It gives ``label``, ``score``, ``exit``, ``cost`` and ``tie
 ``[N, K]`` in the order of the model's labels.
 """
 
+import re
 import struct
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -13,11 +14,12 @@ from typing import Annotated, Any, Literal
 import numpy as np
 import pydantic_core
 from fastapi import APIRouter, Request, Response
-from pydantic import Field
+from pydantic import Discriminator, Field, Tag
+from starlette.datastructures import Headers
 
 from server.api.classify import find_model
 from server.api.errors import ApiError, invalid
-from server.api.front import WISHES_HEADER, Call, Front, read_as, to_json, wish_from
+from server.api.front import Call, Front, read_as, to_json, wish_from, wishes_header
 from server.api.openapi import described
 from server.api.schemas import Strict, TextPair, Wishes
 from server.catalog import Catalog, ServedModel
@@ -44,16 +46,29 @@ EXAMPLES: dict[str, dict[str, Any]] = {
 
 class InputParameters(Strict):
     binary_data_size: int | None = Field(
-        default=None, ge=0, description="bytes of the tensor behind the JSON, in place of data"
+        default=None, ge=0, lt=2**63, description="bytes of the tensor behind the JSON, in place of data"
     )
+
+
+def _kind_of_row(value: Any) -> str | None:
+    return "=text" if isinstance(value, str) else "=row" if isinstance(value, list) else None
+
+
+_Row = Annotated[
+    Annotated[str, Tag("=text")] | Annotated[list[str], Field(max_length=MOST_INPUTS, fail_fast=True), Tag("=row")],
+    Discriminator(
+        _kind_of_row, custom_error_type="input_type", custom_error_message="a string, or a list of one string"
+    ),
+]
+_Size = Annotated[int, Field(ge=-(2**63), lt=2**63)]
 
 
 class InputTensor(Strict):
     name: str = Field(max_length=128)
-    shape: list[int] = Field(min_length=1, max_length=2)
+    shape: list[_Size] = Field(min_length=1, max_length=2, fail_fast=True)
     datatype: str = Field(max_length=16)
     parameters: InputParameters = InputParameters()
-    data: Annotated[list[str | list[str]], Field(max_length=MOST_INPUTS, fail_fast=True)] | None = None
+    data: Annotated[list[_Row], Field(max_length=MOST_INPUTS, fail_fast=True)] | None = None
 
 
 class OutputParameters(Strict):
@@ -80,8 +95,8 @@ class InferRequest(Strict):
     """A request of the Open Inference Protocol."""
 
     id: str | None = Field(default=None, max_length=128)
-    inputs: list[InputTensor] = Field(min_length=1, max_length=2)
-    outputs: list[OutputRequest] = Field(default=[], max_length=16, description="none means all")
+    inputs: list[InputTensor] = Field(min_length=1, max_length=2, fail_fast=True)
+    outputs: list[OutputRequest] = Field(default=[], max_length=16, fail_fast=True, description="none means all")
     parameters: InferParameters = InferParameters()
 
 
@@ -234,14 +249,15 @@ def _metadata(model: ServedModel) -> dict[str, Any]:
     }
 
 
-def _read(body: bytes, model: ServedModel, headers: Any) -> Call:
-    declared = headers.get(JSON_LENGTH_HEADER)
-    if declared is None:
-        document, rest = body, b""
-    else:
-        if not declared.isdecimal() or int(declared[:19]) > len(body):
+def _read(body: bytes, model: ServedModel, headers: Headers) -> Call:
+    document, rest = body, b""
+    declared = headers.getlist(JSON_LENGTH_HEADER)
+    if declared:
+        # No more digits than any body has bytes: int() refuses 4301 of them, zeros in front or not.
+        length = int(declared[0]) if re.fullmatch("[0-9]{1,19}", declared[0]) else len(body) + 1
+        if len(declared) > 1 or length > len(body):
             raise ApiError(400, f"no number of bytes within the body: {JSON_LENGTH_HEADER}")
-        document, rest = body[: int(declared)], body[int(declared) :]
+        document, rest = body[:length], body[length:]
     asked = read_as(InferRequest, document)
     for place, output in enumerate(asked.outputs):
         if output.name not in _OUTPUTS:
@@ -259,7 +275,7 @@ def _read(body: bytes, model: ServedModel, headers: Any) -> Call:
         else [TextPair(text=text, text_pair=pair) for text, pair in zip(tensors["text"], pairs, strict=True)]
     )
     wishes = asked.parameters.model_dump(exclude={"binary_data_output"})
-    wish = wish_from({"inputs": inputs, "model": model.name, **wishes}, headers.get(WISHES_HEADER))
+    wish = wish_from({"inputs": inputs, "model": model.name, **wishes}, wishes_header(headers))
     return Call(wish, lambda served, answer: _write(served, answer, asked, shape), "text")
 
 

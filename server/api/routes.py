@@ -13,7 +13,7 @@ from starlette.responses import HTMLResponse, PlainTextResponse
 from server.api import infinity, openinference, tei
 from server.api.depth import fastest
 from server.api.errors import ApiError
-from server.api.front import WISHES_HEADER, Call, Front, read_as, to_json, wish_from
+from server.api.front import Call, Front, read_as, to_json, wish_from, wishes_header
 from server.api.infinity import InfinityRequest, InfinityResponse
 from server.api.openapi import described
 from server.api.schemas import (
@@ -67,7 +67,7 @@ def add_routes(router: APIRouter, settings: Settings, catalog: Catalog, metrics:
         ),
     )
     async def post_classify(request: Request) -> Response:
-        return await front.answer(request, lambda body: _read(body, request.headers.get(WISHES_HEADER)))
+        return await front.answer(request, lambda body: _read(body, wishes_header(request.headers)))
 
     tei.add_routes(router, front)
     openinference.add_routes(router, front, catalog, version)

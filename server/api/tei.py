@@ -10,7 +10,7 @@ from fastapi import APIRouter, Request, Response
 from pydantic import Discriminator, Field, Tag
 
 from server.api.errors import invalid
-from server.api.front import WISHES_HEADER, Call, Front, exits_header, read_as, to_json, wish_from
+from server.api.front import Call, Front, exits_header, read_as, to_json, wish_from, wishes_header
 from server.api.openapi import described
 from server.api.schemas import Score, Strict, TextPair, Wishes
 from server.catalog import ServedModel
@@ -76,7 +76,7 @@ class PredictError(Strict):
 
 def add_routes(router: APIRouter, front: Front) -> None:
     async def predict(request: Request) -> Response:
-        return await front.answer(request, lambda body: _read(body, request.headers.get(WISHES_HEADER)))
+        return await front.answer(request, lambda body: _read(body, wishes_header(request.headers)))
 
     for path in ("/predict", "/"):
         router.add_api_route(

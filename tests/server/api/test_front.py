@@ -2,10 +2,11 @@
 
 import asyncio
 
+import httpx
 import pytest
 
 from models.bundle import Bundle
-from tests.server.conftest import error_of, samples, serving
+from tests.server.conftest import Served, error_of, samples, serving
 from tests.server.process import Process, process, raw_request
 
 pytestmark = pytest.mark.anyio
@@ -49,6 +50,34 @@ async def _answer_to(server: Process, *parts: bytes) -> bytes:
         return await asyncio.wait_for(reader.read(), 60)
     finally:
         writer.close()
+
+
+@pytest.mark.parametrize("protocol", ["h2c", "websocket"])
+async def test_a_wish_to_upgrade_the_connection_is_ignored(server: Process, protocol: str) -> None:
+    """As Java's client sends it; the body behind it counts, and so does the next request on the connection."""
+    body = b'{"inputs": "a film\\r\\nupgrade: film"}'
+    wish = {"Upgrade": protocol, "connection": "Upgrade, HTTP2-Settings", "HTTP2-Settings": "AAMAAABkAAQ"}
+    asking, last = raw_request("POST", "/classify", body, wish), raw_request("POST", "/classify", body)
+    for parts in ((asking, last), (asking[: -len(body)], body, last)):
+        assert (await _answer_to(server, *parts)).count(b"HTTP/1.1 200 ") == 2
+
+
+@pytest.mark.parametrize("path", ["/classify", "/predict"])
+async def test_wishes_in_several_headers_are_one_list(doors: Served, path: str) -> None:
+    async def ask(*wishes: str) -> httpx.Response:
+        headers = [("X-Offramp", wish) for wish in wishes]
+        return await doors.client.post(path, json={"inputs": "a film"}, headers=headers)
+
+    assert (await ask("quality=1.0", "deadline_ms=60000")).status_code == 200
+    for second in ("speed=2", "qualty=0.9", "quality=1.0"):
+        assert (await ask("quality=1.0", second)).status_code == 422
+
+
+async def test_a_number_in_the_header_is_written_as_in_json(doors: Served) -> None:
+    for wish in ("speed=1_0", "quality=0.9_7", "threshold=0x1", "max_exit=²"):
+        headers = [(b"X-Offramp", wish.encode("latin-1"))]
+        response = await doors.client.post("/classify", json={"inputs": "a film"}, headers=headers)
+        assert (response.status_code, error_of(response)["param"]) == (422, wish.partition("=")[0])
 
 
 async def test_slow_bodies_and_slow_heads_are_given_up(tiny_bundle: Bundle) -> None:

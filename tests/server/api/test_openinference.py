@@ -8,8 +8,10 @@ import httpx
 import numpy as np
 import pytest
 import tritonclient.http as triton
+from pydantic import ValidationError
 from tritonclient.utils import InferenceServerException
 
+from server.api.openinference import InferRequest
 from tests.server.conftest import Served, samples
 from tests.server.process import Process
 
@@ -176,6 +178,44 @@ async def test_broken_binary_tensors_are_malformed(
     response = await doors.client.post("/v2/models/tiny/infer", content=head + rest, headers=headers)
     assert response.status_code == 400
     assert word in response.json()["error"]
+
+
+@pytest.mark.parametrize(
+    "lengths", [["0" * 5_000 + "96"], ["0" * 20 + "9999"], ["9" * 5_000], ["96", "3"], ["²"], [""]]
+)
+async def test_a_length_of_the_json_that_is_none_is_malformed(doors: Served, lengths: list[str]) -> None:
+    headers = [(b"Inference-Header-Content-Length", length.encode("latin-1")) for length in lengths]
+    content = HEAD % 9 + framed(b"a man")
+    response = await doors.client.post("/v2/models/tiny/infer", content=content, headers=headers)
+    assert response.status_code == 400
+    assert "Inference-Header-Content-Length" in response.json()["error"]
+
+
+@pytest.mark.parametrize(
+    "request_",
+    [
+        {"inputs": [text(data=[[7] * 100_000])]},
+        {"inputs": [text(data=[[7]] * 4_000)]},
+        {"inputs": [text(data=[7] * 4_000)]},
+        {"inputs": [text(shape=["1"] * 100_000)]},
+        {"inputs": [{}] * 100_000},
+        {"inputs": [text()], "outputs": [{}] * 100_000},
+    ],
+)
+def test_a_tensor_full_of_mistakes_is_refused_at_the_first(request_: dict[str, Any]) -> None:
+    """To collect a million of them held up every other request for seconds."""
+    with pytest.raises(ValidationError) as caught:
+        InferRequest.model_validate(request_)
+    assert caught.value.error_count() <= 4
+
+
+@pytest.mark.parametrize(
+    "change", [{"shape": [10**4000]}, {"data": None, "parameters": {"binary_data_size": 10**4000}}]
+)
+async def test_a_number_of_thousands_of_digits_is_not_said_again(doors: Served, change: dict[str, Any]) -> None:
+    response = await infer(doors, inputs=[text(**change)])
+    assert response.status_code == 422
+    assert len(response.text) < 200
 
 
 async def test_readiness_follows_the_server(doors: Served, monkeypatch: pytest.MonkeyPatch) -> None:
