@@ -58,7 +58,7 @@ class Settings(BaseSettings):
         "second set of sessions); none measures what helps, up to 8",
     )
     measure_seconds: float = Field(
-        default=1.0,
+        default=0.4,
         ge=0,
         le=600,
         allow_inf_nan=False,

@@ -220,15 +220,15 @@ class Runner:
         self, max_batch_tokens: int, max_batch_texts: int, seconds: float, *, rounds: int = MEASURING_ROUNDS
     ) -> LatencyTable:
         """How long runs of several sizes take, measured for about ``seconds`` and at most ``rounds`` times each, the
-        largest first; a slow model is measured on fewer sizes. One of them is a pack of unequal lengths, which says
-        what an empty place in attention costs."""
+        smallest first: larger ones can be told from them where the time is up. One is a pack of unequal lengths, which
+        says what an empty place in attention costs."""
         end = time.perf_counter() + seconds
         longest = min(self._architecture.max_length, max_batch_tokens)
-        largest, *smaller = _sizes(max_batch_tokens, max_batch_texts, longest)
         unequal = _unequal(max_batch_tokens, max_batch_texts, longest)
+        sizes = sorted([*_sizes(max_batch_tokens, max_batch_texts, longest), unequal], key=sum)
         measured: list[Measurement] = []
         of_unequal: list[list[float]] = []
-        for lengths in [largest, unequal, *smaller] * rounds:
+        for lengths in sizes * rounds:
             taken = self._time(lengths)
             if lengths is unequal:
                 of_unequal.append([one.seconds for one in taken])
@@ -316,7 +316,7 @@ class _Blank:
 
 
 def _sizes(max_batch_tokens: int, max_batch_texts: int, longest: int) -> list[list[int]]:
-    """Lengths of the texts of each micro-batch to measure, largest first: 1, 8 and 32 texts; 8, 32, 128 ... tokens."""
+    """Lengths of the texts of each micro-batch to measure: 1, 8 and 32 texts; 8, 32, 128 ... tokens."""
     sizes = []
     for texts in sorted({1, min(8, max_batch_texts), min(32, max_batch_texts)}):
         tokens = 8
@@ -324,12 +324,12 @@ def _sizes(max_batch_tokens: int, max_batch_texts: int, longest: int) -> list[li
             if 3 <= tokens // texts <= longest:
                 sizes.append([tokens // texts] * texts)
             tokens *= 4
-    return sorted(sizes or [[longest]], key=sum, reverse=True)
+    return sizes or [[longest]]
 
 
 def _unequal(max_batch_tokens: int, max_batch_texts: int, longest: int) -> list[int]:
     """Lengths of a pack of one long text and up to seven short ones, the tokens of both together alike."""
-    long = min(longest, max(1, max_batch_tokens // 2))
+    long = min(longest, max(1, max_batch_tokens // 8))
     texts = min(8, max_batch_texts)
     return [long, *[max(1, long // 7)] * (texts - 1)]
 

@@ -72,6 +72,9 @@ class Prometheus:
 
     def up(self) -> bool:
         try:
+            # Until then it answers queries with 503.
+            if self._client.get("/-/ready").status_code != 200:
+                return False
             return self.data('up{job="offramp"}') == [1]
         except httpx.TransportError:
             return False
