@@ -228,14 +228,16 @@ class Runner:
         sizes = sorted([*_sizes(max_batch_tokens, max_batch_texts, longest), unequal], key=sum)
         measured: list[Measurement] = []
         of_unequal: list[list[float]] = []
+        per_token = 0.0
         for lengths in sizes * rounds:
+            if measured and time.perf_counter() + per_token * sum(lengths) > end:
+                break
             taken = self._time(lengths)
+            per_token = sum(one.seconds for one in taken) / sum(lengths)
             if lengths is unequal:
                 of_unequal.append([one.seconds for one in taken])
             else:
                 measured += taken
-            if time.perf_counter() > end:
-                break
         table = LatencyTable.from_measurements(measured)
         # Least, not median: one burst of noise would forbid company that pays.
         return table.with_padding(unequal, np.min(of_unequal, axis=0).tolist()) if of_unequal else table
