@@ -223,17 +223,19 @@ def problem_with(request: Request, status: int, body: bytes, alone: Answers) -> 
 
 def metric(port: int, name: str) -> float:
     """The sum of all series of ``offramp_<name>``."""
-    with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=10) as response:
-        page = response.read().decode()
-    return sum(float(value) for value in re.findall(rf"^offramp_{name}(?:\{{.*\}})? (\S+)$", page, re.MULTILINE))
+    return _sum_of(port, rf"offramp_{name}(?:\{{.*\}})?")
 
 
 def posted(port: int) -> float:
     """Requests to /classify that the server has counted, by its own metrics."""
+    return _sum_of(port, r'offramp_requests_total\{.*route="/classify".*\}')
+
+
+def _sum_of(port: int, series: str) -> float:
+    """The sum of the values on the server's page whose series matches the whole pattern ``series``."""
     with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=10) as response:
         page = response.read().decode()
-    found = re.findall(r'^offramp_requests_total\{.*route="/classify".*\} (\S+)$', page, re.MULTILINE)
-    return sum(map(float, found))
+    return sum(map(float, re.findall(rf"^{series} (\S+)$", page, re.MULTILINE)))
 
 
 async def soak(port: int, server: ServerProcess, texts: Sequence[str], poison: str, options: Any) -> list[str]:

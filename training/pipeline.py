@@ -569,10 +569,8 @@ def _claim(folder: Path, settings: RunSettings, *, resume: bool) -> None:
     if path.exists():
         if not resume:
             raise PipelineError(f"{folder}: holds a run already; go on with --resume, or choose another output")
-        found = asdict(read_run(folder))
-        differing = sorted(
-            name for name, value in _flat(document).items() if _flat(json.loads(json.dumps(found))).get(name) != value
-        )
+        found = _flat(json.loads(json.dumps(asdict(read_run(folder)))))
+        differing = sorted(name for name, value in _flat(document).items() if found.get(name) != value)
         if differing:
             raise PipelineError(f"{folder}: the run there has other settings: {', '.join(differing)}")
         return

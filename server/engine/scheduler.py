@@ -258,13 +258,13 @@ class Scheduler(Generic[W]):
         until = None if first is None else _deadline(queue.by_deadline[first])
         items: list[W] = []
         lengths: list[int] = []
-        tokens, seconds = 0, 0.0
+        tokens, longest, seconds = 0, 0, 0.0
         for item in self._company(queue, first):
             if len(items) == texts:
                 break
             if item.done or (first is not None and item in items):
                 continue
-            slots = (len(items) + 1) * max(item.tokens, *lengths, 0)
+            slots = (len(items) + 1) * max(item.tokens, longest)
             if items and (
                 tokens + item.tokens > self._max_batch_tokens or slots > SLOTS_PER_TOKEN * self._max_batch_tokens
             ):
@@ -281,6 +281,7 @@ class Scheduler(Generic[W]):
             items.append(item)
             lengths.append(item.tokens)
             tokens += item.tokens
+            longest = max(longest, item.tokens)
         return items
 
     def _company(self, queue: "_Queue[W]", first: int | None) -> Sequence[W]:

@@ -5,7 +5,6 @@ import json
 import os
 import re
 import shutil
-import socket
 import subprocess
 import sys
 import time
@@ -17,6 +16,7 @@ import httpx
 import pytest
 import yaml
 
+from benchmarks.peers.process import free_port
 from models.bundle import Bundle
 from tests.server.conftest import some_texts
 from tests.server.process import Process, process
@@ -49,11 +49,6 @@ def _panels() -> list[tuple[str, str]]:
                 expr = target["expr"].replace("$__rate_interval", "1m")
                 found.append((panel["title"], expr.replace("$model", ".+").replace("$instance", ".+")))
     return found
-
-
-def _free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as taken:
-        return taken.getsockname()[1]
 
 
 class Prometheus:
@@ -105,7 +100,7 @@ def prometheus(server: Process, tmp_path_factory: pytest.TempPathFactory) -> Ite
     config["rule_files"] = [str(RULES)]
     config["scrape_configs"][0]["static_configs"][0]["targets"] = ["{}:{}".format(*server.address)]
     (folder / "prometheus.yml").write_text(yaml.safe_dump(config), encoding="utf-8")
-    port = _free_port()
+    port = free_port()
     arguments = [f"--config.file={folder / 'prometheus.yml'}", f"--storage.tsdb.path={folder / 'data'}"]
     with (folder / "log").open("wb") as log:
         started = subprocess.Popen([binary, *arguments, f"--web.listen-address=127.0.0.1:{port}"], stderr=log)
