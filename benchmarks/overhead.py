@@ -100,7 +100,7 @@ def asgi_ask(app: Any) -> Callable[[], Awaitable[None]]:
 async def measure(options: argparse.Namespace) -> None:
     NullRunner.leave_at = options.exit
     bundle = Bundle.load(SHIPPED_BUNDLE)
-    settings = load_settings(workers=options.workers, threads=1, lone_threads=1, measure_seconds=0.0)
+    settings = load_settings(runs=options.runs, threads=1, lone_threads=1, measure_seconds=0.0)
     with mock.patch("server.catalog.Runner", NullRunner):
         app = create_app(settings, [bundle])
     engine = app.state.catalog.default.engine
@@ -125,7 +125,7 @@ async def measure(options: argparse.Namespace) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else "")
     parser.add_argument("--clients", type=int, default=16)
-    parser.add_argument("--workers", type=int, default=2)
+    parser.add_argument("--runs", type=int, default=2, help="segments run at once")
     parser.add_argument("--exit", type=int, default=2, help="exit that every text leaves at")
     parser.add_argument("--requests", type=int, default=2000, help="of each round")
     parser.add_argument("--rounds", type=int, default=3)

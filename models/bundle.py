@@ -292,6 +292,13 @@ class Bundle:
             _check_exits(calibration.precisions[precision], len(manifest.architecture.exits), precision, root)
         return cls(root, manifest, calibration, _encoder(root, manifest))
 
+    def in_place(self) -> bool:
+        """Whether its folder still holds this bundle, and not another one that was put there meanwhile."""
+        try:
+            return _validate(Manifest, _read_json(self.path / "manifest.json"), self.path) == self.manifest
+        except (BundleError, OSError):
+            return False
+
     def graph(self, segment: int, precision: Precision | None = None) -> Path:
         """Path of the graph of segment ``segment`` (1 = first)."""
         graphs = self.manifest.precisions[precision or self.manifest.default_precision]

@@ -7,7 +7,7 @@ import signal
 import socket
 import sys
 import threading
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager, nullcontext
 from importlib import metadata
 from types import FrameType
@@ -23,15 +23,16 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 from models.bundle import Bundle, BundleError
+from server.api import admin
 from server.api.errors import ApiError, on_api_error, on_http_error
 from server.api.front import EXITS_HEADER, WISHES_HEADER
 from server.api.keys import RequireKey, load_keys
 from server.api.openapi import document_of
 from server.api.routes import REQUESTS, add_routes, metrics_page
-from server.catalog import load_catalog
+from server.catalog import Reloaded, load_catalog
 from server.config import Settings, StartError, unknown_variables
 from server.logs import configure_logging
-from server.metrics import Metrics
+from server.metrics import Metrics, Shared
 from server.middleware import Observe
 from server.protocol import bounded_http
 
@@ -51,15 +52,22 @@ def load_bundles(settings: Settings) -> list[Bundle]:
         raise StartError(str(error)) from None
 
 
-def create_app(settings: Settings, bundles: Sequence[Bundle]) -> FastAPI:
+def create_app(
+    settings: Settings,
+    bundles: Sequence[Bundle],
+    shared: Shared | None = None,
+    reload: Callable[[str], Awaitable[Reloaded]] | None = None,
+) -> FastAPI:
     """The ASGI app: sessions are open and warm when this returns, the engines run for as long as its lifespan.
 
-    ``app.state.catalog`` and ``app.state.metrics`` are its models and metrics. Raises :class:`StartError`.
+    Where it is one of several processes, ``shared`` is where they join their metrics, and ``reload`` loads a model anew
+    in all of them. ``app.state.catalog`` and ``app.state.metrics`` are its models and metrics. Raises
+    :class:`StartError`.
     """
     keys = load_keys(settings)
-    metrics = Metrics()
+    metrics = Metrics(shared)
     catalog = load_catalog(settings, bundles, metrics)
-    metrics.ready.set_function(lambda: float(catalog.alive and not catalog.draining))
+    metrics.read(metrics.ready, lambda: float(catalog.alive and not catalog.draining))
 
     @asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
@@ -82,6 +90,8 @@ def create_app(settings: Settings, bundles: Sequence[Bundle]) -> FastAPI:
     app.state.catalog = catalog
     app.state.metrics = metrics
     add_routes(app.router, settings, catalog, metrics, version)
+    if admin.is_open(settings, keyed=bool(keys)):
+        admin.add_routes(app.router, reload or catalog.reload, metrics)
     # The last one added sees a request first: preflights carry no key, and refusals are counted like answers.
     if keys:
         app.add_middleware(RequireKey, digests=keys)

@@ -1,49 +1,116 @@
 """The models that one server serves: for each a bundle, the precision it runs in, and its engine."""
 
+import asyncio
 import functools
 import logging
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Literal
 
 import numpy as np
 from numpy.typing import NDArray
 
-from models.bundle import Bundle, Precision, PrecisionCalibration
+from models.architecture import Architecture
+from models.bundle import Bundle, BundleError, Precision, PrecisionCalibration
 from models.costs import exit_costs
 from server.api.depth import calibrated_shares
 from server.config import Settings, StartError
-from server.cpus import cpu_allowance, split_cpus
+from server.cpus import Turns, cpu_allowance, split_cpus
 from server.engine.engine import Engine
 from server.engine.latency import LatencyTable
 from server.engine.order import ORDERS
-from server.engine.runner import Runner
+from server.engine.runner import Runner, SegmentOutput, SegmentRunner, Work
 from server.metrics import Metrics, ModelMetrics
 
 logger = logging.getLogger("offramp")
 
 
+@dataclass(frozen=True, slots=True)
+class Reloaded:
+    """A model was loaded anew; both versions are the same where the bundle is."""
+
+    model: str
+    old_version: str
+    new_version: str
+
+
+class ReloadError(Exception):
+    """A model was not loaded anew, and serves as before: it is ``unknown``, a reload of it goes on (``busy``), its new
+    bundle is ``bad``, or the server is ``ending``."""
+
+    def __init__(self, kind: Literal["unknown", "busy", "bad", "ending"], message: str) -> None:
+        super().__init__(message)
+        self.kind = kind
+        self.message = message
+
+
+class Users:
+    """Counts who is at work with something, so that it can be ended once nobody is. For an event loop's thread."""
+
+    def __init__(self) -> None:
+        self._count = 0
+        self._none = asyncio.Event()
+        self._none.set()
+
+    def __enter__(self) -> None:
+        self._count += 1
+        self._none.clear()
+
+    def __exit__(self, *_: object) -> None:
+        self._count -= 1
+        if not self._count:
+            self._none.set()
+
+    async def gone(self) -> None:
+        """Returns when nobody is at work with it."""
+        await self._none.wait()
+
+
 @dataclass(frozen=True)
 class ServedModel:
-    """One model, ready to be started."""
+    """One version of a model, ready to be started. ``source`` is the folder that a reload looks into; requests that go
+    to it are its ``users``."""
 
+    source: Path
     bundle: Bundle
     precision: Precision
     device: str
-    workers: int
+    runs: int
     threads: int
     lone_threads: int
     latency: LatencyTable | None
     max_tokens: int
     engine: Engine
     metrics: ModelMetrics
+    users: Users = field(default_factory=Users)
 
     @property
     def name(self) -> str:
         return self.bundle.manifest.name
 
     @property
+    def version(self) -> str:
+        return self.bundle.manifest.version
+
+    @property
     def calibration(self) -> PrecisionCalibration:
         return self.bundle.calibration.precisions[self.precision]
+
+    def runs_like(self, architecture: Architecture, precision: Precision) -> bool:
+        """Whether runs of ``architecture`` in ``precision`` take as long as those of this model."""
+        return self.precision == precision and self.bundle.manifest.architecture == architecture
+
+    def show(self) -> None:
+        """Makes the gauges those of this version."""
+        manifest, calibration = self.bundle.manifest, self.calibration
+        exits = len(manifest.architecture.exits)
+        shares = {tier: calibrated_shares(calibration, tier, exits=exits) for tier in (1.0, *_tiers(calibration))}
+        self.metrics.show(
+            info=(manifest.version, self.precision, self.device, str(len(manifest.labels)), str(exits)),
+            shares={tier: of_exits for tier, of_exits in shares.items() if of_exits is not None},
+            depth=self.engine.queue_depth,
+        )
 
     @functools.cached_property
     def _costs(self) -> dict[int, NDArray[np.float64]]:
@@ -60,8 +127,12 @@ class ServedModel:
 class Catalog:
     """Served models by name; the first is the default. ``draining`` is set once the server is told to end."""
 
-    def __init__(self, models: Sequence[ServedModel]) -> None:
-        """Raises :class:`StartError` where there is no model, or two with one name."""
+    def __init__(self, models: Sequence[ServedModel], reopen: Callable[[ServedModel], ServedModel]) -> None:
+        """``reopen`` loads what now lies in the folder of a model; it is called on a thread, and raises
+        :class:`StartError` or :class:`BundleError`.
+
+        Raises :class:`StartError` where there is no model, or two with one name.
+        """
         if not models:
             raise StartError("no bundle to serve")
         self.models = {model.name: model for model in models}
@@ -69,8 +140,14 @@ class Catalog:
             names = [model.name for model in models]
             twice = next(name for name in names if names.count(name) > 1)
             raise StartError(f"two bundles have the name {twice}; requests could not tell them apart")
-        self.default = models[0]
+        self._default = models[0].name
+        self._reopen = reopen
+        self._reloading: set[str] = set()
         self.draining = False
+
+    @property
+    def default(self) -> ServedModel:
+        return self.models[self._default]
 
     def find(self, name: str | None) -> ServedModel | None:
         """The model called ``name``, the default for ``None``; ``None`` where there is none."""
@@ -84,12 +161,65 @@ class Catalog:
     async def start(self) -> None:
         for model in self.models.values():
             await model.engine.start()
+            model.show()
 
     async def close(self) -> None:
         """Finishes accepted work and ends the engines."""
         self.draining = True
         for model in self.models.values():
             await model.engine.close()
+
+    async def reload(self, name: str) -> Reloaded:
+        """Loads the model called ``name`` anew, from the folder that it came from, and puts it in the old one's place.
+
+        Requests go to the old version until the new one is verified and warm. What the old one has begun it finishes;
+        it is closed when this returns. Raises :class:`ReloadError`; then nothing has changed.
+        """
+        old = self.models.get(name)
+        if old is None:
+            raise ReloadError("unknown", f"no such model; this server has {', '.join(self.models)}")
+        if name in self._reloading:
+            raise ReloadError("busy", "a reload of this model is under way")
+        self._reloading.add(name)
+        try:
+            new = await self._open_anew(old)
+            await new.engine.start()
+            self.models[name] = new
+            old.metrics.hide()
+            new.show()
+            new.metrics.reloaded("success")
+            logger.info("%s: version %s serves in place of version %s", name, new.version, old.version)
+            # Some have found the old version and not yet reached its engine, which would turn them away once it closes.
+            await old.users.gone()
+            await old.engine.close()
+        finally:
+            self._reloading.discard(name)
+        return Reloaded(name, old.version, new.version)
+
+    async def reload_all(self) -> None:
+        """Loads every model anew, one after the other; the log says what could not be."""
+        for name in list(self.models):
+            try:
+                await self.reload(name)
+            except ReloadError as error:
+                if error.kind == "busy":
+                    logger.warning("%s: not reloaded: %s", name, error)
+            except Exception:
+                logger.exception("%s: the reload broke", name)
+
+    async def _open_anew(self, old: ServedModel) -> ServedModel:
+        try:
+            new = await asyncio.to_thread(self._reopen, old)
+        except (BundleError, StartError) as error:
+            old.metrics.reloaded("failure")
+            logger.error("%s: not reloaded, version %s goes on serving: %s", old.name, old.version, error)
+            raise ReloadError("bad", str(error)) from None
+        except Exception:
+            old.metrics.reloaded("failure")
+            raise
+        if self.draining:
+            raise ReloadError("ending", "the server is draining")
+        return new
 
 
 def load_catalog(settings: Settings, bundles: Sequence[Bundle], metrics: Metrics) -> Catalog:
@@ -98,58 +228,74 @@ def load_catalog(settings: Settings, bundles: Sequence[Bundle], metrics: Metrics
     Raises :class:`StartError` where a bundle lacks the precision asked for, its graphs do not fit its manifest, or the
     device does not work.
     """
-    return Catalog([_serve(settings, bundle, metrics) for bundle in bundles])
+    cpus = max(1, cpu_allowance() // settings.workers)
+    turns = Turns(split_cpus(cpus, settings.runs, settings.threads)[0]) if len(bundles) > 1 else None
+    open_model = functools.partial(_open, settings, metrics, cpus, turns)
+    models = [open_model(bundle.path, bundle) for bundle in bundles]
+    return Catalog(models, functools.partial(_reopen, open_model))
 
 
-def _serve(settings: Settings, bundle: Bundle, metrics: Metrics) -> ServedModel:
+def _reopen(open_model: Callable[..., ServedModel], old: ServedModel) -> ServedModel:
+    """What now lies in the folder of ``old``. Raises :class:`BundleError` or :class:`StartError`."""
+    # A symbolic link that is turned meanwhile must not give us half of each.
+    bundle = Bundle.load(old.source.resolve())
+    name = bundle.manifest.name
+    if name != old.name:
+        raise StartError(
+            f"{bundle.path}: the bundle there is called {name}, and requests ask for {old.name}; a reload takes "
+            "another version of the same name, a restart takes another name"
+        )
+    new = open_model(old.source, bundle, old)
+    if not bundle.in_place():
+        raise StartError(f"{bundle.path}: the bundle was changed while it was loaded; reload it again")
+    return new
+
+
+def _open(
+    settings: Settings,
+    metrics: Metrics,
+    cpus: int,
+    turns: Turns | None,
+    source: Path,
+    bundle: Bundle,
+    old: ServedModel | None = None,
+) -> ServedModel:
+    """Opens and warms ``bundle``, in place of ``old`` where there is one. Several models take ``turns`` on the CPUs."""
     manifest = bundle.manifest
     precision = settings.precision or manifest.default_precision
     if precision not in manifest.precisions:
         raise StartError(f"{bundle.path}: no graphs in precision {precision}; it has {', '.join(manifest.precisions)}")
-    cpus = cpu_allowance()
-    workers, threads = split_cpus(cpus, settings.workers, settings.threads)
+    runs, threads = split_cpus(cpus, settings.runs, settings.threads)
     runner = Runner(bundle, precision=precision, device=settings.device, threads=threads)
     on_cpu = runner.device == "cpu"
-    if not on_cpu and settings.workers is None:
-        workers = 1  # one stream per session: a second worker would only wait for the first
+    if not on_cpu and settings.runs is None:
+        runs = 1  # one stream per session: a second run would only wait for the first
     budget = settings.max_batch_tokens or (512 if on_cpu else 8192)
     runner.warm_up(budget, settings.max_batch_texts)
-    latency = None
-    if settings.measure_seconds > 0:
-        latency = runner.measure(budget, settings.max_batch_texts, settings.measure_seconds)
-        table = "\n".join("  ".join(cell.rjust(9) for cell in row) for row in latency.rows())
-        logger.info("%s: milliseconds of a run\n%s", manifest.name, table)
-    _choose_lone_threads(runner, settings, cpus)
+    if old is not None and old.runs_like(manifest.architecture, precision):
+        # Measured while nothing else ran, as it does now; the weights do not matter.
+        latency = old.latency
+        runner.widen(old.lone_threads)
+    else:
+        latency = _measure(runner, budget, settings, manifest.name)
+        _choose_lone_threads(runner, settings, cpus)
     calibration = bundle.calibration.precisions[precision]
-    tiers = tuple(sorted({tier.quality for tier in calibration.certified}, reverse=True))
+    tiers = _tiers(calibration)
     observer = metrics.for_model(manifest.name, manifest.architecture, tiers)
     encoder = bundle.encoder if settings.max_tokens is None else bundle.encoder.limited_to(settings.max_tokens)
     engine = Engine(
-        runner=runner,
+        runner=runner if turns is None or not on_cpu else _InTurn(runner, turns),
         encoder=encoder,
         temperatures=calibration.temperatures,
         agreement_temperatures=calibration.agreement_temperatures,
         observer=observer,
-        workers=workers,
+        workers=runs,
         max_queue=settings.max_queue,
         max_batch_tokens=budget,
         max_batch_texts=settings.max_batch_texts,
         latency=latency,
         order=ORDERS[settings.order],
     )
-    for quality in (1.0, *tiers):
-        shares = calibrated_shares(calibration, quality, exits=len(manifest.architecture.exits))
-        if shares is not None:
-            observer.expect(quality, shares)
-    observer.watch_queues(engine.queue_depth)
-    metrics.model_info.labels(
-        manifest.name,
-        manifest.version,
-        precision,
-        runner.device,
-        str(len(manifest.labels)),
-        str(len(manifest.architecture.exits)),
-    ).set(1)
     if settings.default_quality < 1.0 and not any(tier >= settings.default_quality for tier in tiers):
         names = ", ".join(f"{tier:g}" for tier in tiers) or "none"
         logger.warning(
@@ -159,21 +305,22 @@ def _serve(settings: Settings, bundle: Bundle, metrics: Metrics) -> ServedModel:
             names,
         )
     logger.info(
-        "%s %s: %s on %s, %d exits, %d workers with %d threads (%d for a run alone)",
+        "%s %s: %s on %s, %d exits, %d runs at once with %d threads (%d for a run alone)",
         manifest.name,
         manifest.version,
         precision,
         runner.device,
         len(manifest.architecture.exits),
-        workers,
+        runs,
         threads,
         runner.lone_threads,
     )
     return ServedModel(
+        source=source,
         bundle=bundle,
         precision=precision,
         device=runner.device,
-        workers=workers,
+        runs=runs,
         threads=threads,
         lone_threads=runner.lone_threads,
         latency=latency,
@@ -181,6 +328,32 @@ def _serve(settings: Settings, bundle: Bundle, metrics: Metrics) -> ServedModel:
         engine=engine,
         metrics=observer,
     )
+
+
+def _tiers(calibration: PrecisionCalibration) -> tuple[float, ...]:
+    """The certified qualities, highest first."""
+    return tuple(sorted({tier.quality for tier in calibration.certified}, reverse=True))
+
+
+@dataclass(frozen=True, slots=True)
+class _InTurn:
+    """A runner that waits for its turn among those of other models."""
+
+    runner: SegmentRunner
+    turns: Turns
+
+    def run(self, segment: int, items: Sequence[Work], *, lone: bool = False) -> SegmentOutput:
+        with self.turns.turn() as nobody_else:
+            return self.runner.run(segment, items, lone=lone and nobody_else)
+
+
+def _measure(runner: Runner, budget: int, settings: Settings, name: str) -> LatencyTable | None:
+    if settings.measure_seconds <= 0:
+        return None
+    latency = runner.measure(budget, settings.max_batch_texts, settings.measure_seconds)
+    table = "\n".join("  ".join(cell.rjust(9) for cell in row) for row in latency.rows())
+    logger.info("%s: milliseconds of a run\n%s", name, table)
+    return latency
 
 
 def _choose_lone_threads(runner: Runner, settings: Settings, cpus: int) -> None:

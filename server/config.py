@@ -41,8 +41,19 @@ class Settings(BaseSettings):
         description="auto takes CUDA where it works, else the CPU; cuda or cuda:<n> fails at start where it does not",
     )
     precision: Precision | None = Field(default=None, description="graphs to run; none means each bundle's default")
-    workers: int | None = Field(
-        default=None, ge=1, le=1024, description="threads that run segments; none fits them to the CPU allowance"
+    workers: int = Field(
+        default=1,
+        ge=1,
+        le=256,
+        description="server processes that share the port and the CPU allowance; each has models of its own, and "
+        "limits such as max_queue hold for each",
+    )
+    runs: int | None = Field(
+        default=None,
+        ge=1,
+        le=1024,
+        description="runs of segments that go on at once in a process, of all its models together; none fits them to "
+        "the CPU allowance",
     )
     threads: int | None = Field(
         default=None,
@@ -132,6 +143,11 @@ class Settings(BaseSettings):
     )
     api_key_file: Path | None = Field(
         default=None, description="file with further keys, one a line; empty lines and lines that begin with # are none"
+    )
+    admin: Literal["keyed", "open", "off"] = Field(
+        default="keyed",
+        description="who may POST to /admin/...: keyed, whoever has a key, and nobody where none is asked for; open, "
+        "everybody where none is asked for; off, nobody",
     )
     metrics_port: int | None = Field(
         default=None,

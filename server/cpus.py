@@ -6,10 +6,14 @@ affinity and the cgroup quota, and every session is told.
 
 import math
 import os
+import threading
+from collections import deque
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
-# Between two runs a worker holds Python's lock for about 0.1 ms, and a run takes 0.5 ms or more (docs/decisions/0008).
-MOST_WORKERS = 16
+# Between two runs a thread holds Python's lock for about 0.1 ms, and a run takes 0.5 ms or more (docs/decisions/0008).
+MOST_RUNS = 16
 
 
 def cpu_allowance(cgroup_root: Path = Path("/sys/fs/cgroup"), self_cgroup: Path = Path("/proc/self/cgroup")) -> int:
@@ -19,17 +23,55 @@ def cpu_allowance(cgroup_root: Path = Path("/sys/fs/cgroup"), self_cgroup: Path 
     return max(1, affinity if quota is None else min(affinity, math.ceil(quota)))
 
 
-def split_cpus(cpus: int, workers: int | None, threads: int | None) -> tuple[int, int]:
-    """``(workers, threads)`` under load for ``cpus`` CPUs; what is given is kept, the rest fits into the allowance.
+def split_cpus(cpus: int, runs: int | None, threads: int | None) -> tuple[int, int]:
+    """``(runs, threads)``: how many runs at once, on how many threads each, under load for ``cpus`` CPUs; what is given
+    is kept, the rest fits into the allowance.
 
-    One thread per worker: 8 to 12 % more texts a second than half as many workers with two threads each (design.md
-    section 5). More workers than ``MOST_WORKERS`` would wait for Python's lock, so then their runs get more threads.
+    One thread per run: 8 to 12 % more texts a second than half as many runs on two threads each (design.md section 5).
+    More runs than ``MOST_RUNS`` would wait for Python's lock, so then they get more threads.
     """
-    if workers is None:
-        workers = max(1, cpus // threads) if threads else min(cpus, MOST_WORKERS)
+    if runs is None:
+        runs = max(1, cpus // threads) if threads else min(cpus, MOST_RUNS)
     if threads is None:
-        threads = max(1, cpus // workers)
-    return workers, threads
+        threads = max(1, cpus // runs)
+    return runs, threads
+
+
+class Turns:
+    """Lets runs of several models go on ``at_once`` at a time, in the order in which they asked.
+
+    So each model may use all CPUs while the others are idle, and together they never run more threads than there are
+    CPUs: each run would take longer, and answers come no sooner.
+    """
+
+    def __init__(self, at_once: int) -> None:
+        self._at_once = at_once
+        self._running = 0
+        self._waiting: deque[threading.Event] = deque()
+        self._lock = threading.Lock()
+
+    @contextmanager
+    def turn(self) -> Iterator[bool]:
+        """Waits for a turn; says whether nobody else runs as it begins."""
+        yours: threading.Event | None = None
+        with self._lock:
+            if self._running < self._at_once:
+                self._running += 1
+            else:
+                yours = threading.Event()
+                self._waiting.append(yours)
+            lone = self._running == 1 and yours is None
+        if yours is not None:
+            yours.wait()
+        try:
+            yield lone
+        finally:
+            with self._lock:
+                # A place goes straight to whoever waits longest: who comes back at once would take it again and again.
+                if self._waiting:
+                    self._waiting.popleft().set()
+                else:
+                    self._running -= 1
 
 
 def _cgroup_quota(root: Path, self_cgroup: Path) -> float | None:

@@ -5,10 +5,17 @@ Every app has a registry of its own, so several apps can live in one process. Se
 """
 
 import functools
-from collections.abc import Callable, Sequence
+import os
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
 
 import prometheus_client
-from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, Metric, values
+from prometheus_client.multiprocess import MultiProcessCollector
+from prometheus_client.registry import Collector
 
 from models.architecture import Architecture
 from models.exits import CRITERIA, Reason
@@ -24,18 +31,44 @@ CONFIDENCES = (0.5, 0.6, 0.7, 0.8, 0.85, 0.9, 0.925, 0.95, 0.97, 0.98, 0.99, 0.9
 CLASSIFY_ROUTES = ("/classify", "/predict", "/", "/v2/models/{model}/infer")
 CLASSIFY_CODES = (200, 400, 408, 413, 422, 429, 499, 500, 503, 504)
 REJECTIONS = ("queue_full", "concurrency", "late", "deadline", "not_running")
+RELOADS = ("success", "failure")
 UNMATCHED = "unmatched"
+
+# How the processes of one server join a gauge: what they hold together, whether any of them or whether all say so.
+_Together = Literal["livesum", "livemax", "livemin"]
+# A series can't be taken out of the files that processes share: this value in it says that it is gone.
+_GONE = -1.0
+
+
+@dataclass(frozen=True, slots=True)
+class Shared:
+    """Where the processes of one server keep their metrics, and which of them this is.
+
+    A process that takes a dead one's place takes its number and goes on with its counters.
+    """
+
+    folder: Path
+    number: int
 
 
 class Metrics:
     """All metrics of one app. Durations are in seconds; counts of ``exits``, ``tier``, ``tier_exits``, ``cancelled``,
     ``truncated`` and ``nonfinite`` are in texts, those of ``requests`` and ``rejected`` in requests."""
 
-    def __init__(self) -> None:
+    def __init__(self, shared: Shared | None = None) -> None:
+        """``shared``: this process is one of several, and its metrics are to be shown with theirs."""
         self.registry = CollectorRegistry()
-        prometheus_client.ProcessCollector(registry=self.registry)
-        prometheus_client.PlatformCollector(registry=self.registry)
-        prometheus_client.GCCollector(registry=self.registry)
+        self._shared = shared
+        self._read: dict[Gauge, Callable[[], float]] = {}
+        if shared is None:
+            prometheus_client.ProcessCollector(registry=self.registry)
+            prometheus_client.PlatformCollector(registry=self.registry)
+            prometheus_client.GCCollector(registry=self.registry)
+        else:
+            # The library keeps this for the whole process, and asks for it when a metric is made.
+            os.environ["PROMETHEUS_MULTIPROC_DIR"] = str(shared.folder)
+            values.ValueClass = values.MultiProcessValue(lambda: shared.number)
+            self._of_process = _OfProcess(self.registry)
 
         def counter(name: str, help_text: str, *labels: str) -> Counter:
             return Counter(f"offramp_{name}", help_text, labels, registry=self.registry)
@@ -43,8 +76,8 @@ class Metrics:
         def histogram(name: str, help_text: str, buckets: tuple[float, ...], *labels: str) -> Histogram:
             return Histogram(f"offramp_{name}", help_text, labels, buckets=buckets, registry=self.registry)
 
-        def gauge(name: str, help_text: str, *labels: str) -> Gauge:
-            return Gauge(f"offramp_{name}", help_text, labels, registry=self.registry)
+        def gauge(name: str, help_text: str, together: _Together, *labels: str) -> Gauge:
+            return Gauge(f"offramp_{name}", help_text, labels, registry=self.registry, multiprocess_mode=together)
 
         self.requests = counter(
             "requests_total", "HTTP requests; code 499: the client left before its answer", "model", "route", "code"
@@ -73,8 +106,8 @@ class Metrics:
         self.segment_seconds = histogram(
             "segment_duration_seconds", "One run of a segment", SECONDS, "model", "segment"
         )
-        self.queue_depth = gauge("queue_depth", "Texts waiting for a segment now", "model", "segment")
-        self.inflight = gauge("inflight_requests", "Classification requests in work now")
+        self.queue_depth = gauge("queue_depth", "Texts waiting for a segment now", "livesum", "model", "segment")
+        self.inflight = gauge("inflight_requests", "Classification requests in work now", "livesum")
         self.rejected = counter("rejected_total", "Requests refused or given up unanswered", "model", "reason")
         self.cancelled = counter("cancelled_total", "Texts dropped because their client had gone", "model")
         self.truncated = counter("truncated_total", "Texts cut to the model's maximum length", "model")
@@ -94,20 +127,69 @@ class Metrics:
             "exit",
         )
         self.calibrated_share = gauge(
-            "calibrated_exit_share", "Share of the calibration's texts that left at an exit", "model", "tier", "exit"
+            "calibrated_exit_share",
+            "Share of the calibration's texts that left at an exit",
+            "livemax",
+            "model",
+            "tier",
+            "exit",
         )
         self.flops_run = counter("flops_run_total", "Estimated FLOPs until the exits of answered texts", "model")
         self.flops_saved = counter(
             "flops_saved_total", "Estimated FLOPs from there to the last exit, which were not needed", "model"
         )
-        self.ready = gauge("ready", "1 while requests are welcome, 0 while starting, draining or broken")
+        self.ready = gauge("ready", "1 while requests are welcome, 0 while starting, draining or broken", "livemin")
         self.model_info = gauge(
-            "model_info", "1 for each model served", "model", "version", "precision", "device", "labels", "exits"
+            "model_info",
+            "1 for each model served",
+            "livemax",
+            "model",
+            "version",
+            "precision",
+            "device",
+            "labels",
+            "exits",
+        )
+        self.reloads = counter(
+            "model_reloads_total", "Reloads of a model; after a failure the old version goes on", "model", "outcome"
         )
 
     def for_model(self, model: str, architecture: Architecture, tiers: tuple[float, ...]) -> "ModelMetrics":
         """The metrics of one model; ``tiers`` are its certified qualities."""
         return ModelMetrics(self, model, architecture, tiers)
+
+    def read(self, gauge: Gauge, function: Callable[[], float]) -> None:
+        """From here on ``gauge`` is what ``function`` says: at every scrape, or of several processes every second."""
+        if self._shared is None:
+            gauge.set_function(function)
+        else:
+            self._read[gauge] = function
+            gauge.set(function())
+
+    def refresh(self) -> None:
+        """Writes down what this process has to say now, where others may be asked for it."""
+        for gauge, function in self._read.items():
+            gauge.set(function())
+        if self._shared is not None:
+            self._of_process.refresh()
+
+    def remove(self, gauge: Gauge, labels: Sequence[str]) -> None:
+        """Takes the series of ``labels`` out of ``gauge``."""
+        if self._shared is None:
+            gauge.remove(*labels)
+        else:
+            child = gauge.labels(*labels)
+            self._read.pop(child, None)
+            child.set(0.0 if gauge is self.queue_depth else _GONE)
+
+    def page(self) -> CollectorRegistry:
+        """What a scrape is answered with: the metrics of all processes of this server."""
+        if self._shared is None:
+            return self.registry
+        self.refresh()
+        together = CollectorRegistry()
+        together.register(_AllProcesses(self._shared.folder))
+        return together
 
     def create_route(self, route: str, codes: tuple[int, ...] = (200,), model: str = "") -> None:
         """Creates the request series of a route, so that they are there before the first request."""
@@ -116,8 +198,50 @@ class Metrics:
         self.request_seconds.labels(model, route)
 
 
+class _OfProcess:
+    """CPU and memory of the processes of one server together, under the names that a single process gives them."""
+
+    def __init__(self, registry: CollectorRegistry) -> None:
+        self._cpu = Counter(
+            "process_cpu_seconds_total", "CPU time, user and system, of all processes", registry=registry
+        )
+        self._resident = Gauge(
+            "process_resident_memory_bytes",
+            "Resident memory, of all processes (what they share is counted in each)",
+            registry=registry,
+            multiprocess_mode="livesum",
+        )
+        self._counted = 0.0
+
+    def refresh(self) -> None:
+        spent = time.process_time()
+        self._cpu.inc(spent - self._counted)
+        self._counted = spent
+        try:
+            pages = int(Path("/proc/self/statm").read_text(encoding="ascii").split()[1])
+        except OSError:
+            return
+        self._resident.set(pages * os.sysconf("SC_PAGE_SIZE"))
+
+
+class _AllProcesses(Collector):
+    """The metrics of all processes that write to ``folder``, without the series that are gone."""
+
+    def __init__(self, folder: Path) -> None:
+        self._files = MultiProcessCollector(None, str(folder))
+
+    def collect(self) -> Iterator[Metric]:
+        for family in self._files.collect():
+            if family.type == "gauge":
+                family.samples = [sample for sample in family.samples if sample.value != _GONE]
+            yield family
+
+
 class ModelMetrics:
-    """One model's series, looked up once. It is the engine's observer."""
+    """One version of one model: its series, looked up once. It is the engine's observer.
+
+    Counters go on from version to version; gauges are a version's own, from :meth:`show` to :meth:`hide`.
+    """
 
     def __init__(self, metrics: Metrics, model: str, architecture: Architecture, tiers: tuple[float, ...]) -> None:
         self._layers = {spec.number: spec.after_layer for spec in architecture.exits}
@@ -151,16 +275,35 @@ class ModelMetrics:
         }
         self._tiers = {tier: metrics.tier.labels(model, tier_label(tier)) for tier in (None, 1.0, *tiers)}
         self._rejected = {reason: metrics.rejected.labels(model, reason) for reason in REJECTIONS}
+        self._reloads = {outcome: metrics.reloads.labels(model, outcome) for outcome in RELOADS}
+        self._shown: list[tuple[Gauge, tuple[str, ...]]] = []
         for agrees in ("true", "false"):
             metrics.shadow.labels(model, agrees)
         for route in CLASSIFY_ROUTES:
             metrics.create_route(route, CLASSIFY_CODES, model)
 
-    def watch_queues(self, depth: Callable[[int], int]) -> None:
-        """Reads the queue gauges from ``depth(segment)`` at every scrape."""
+    def show(self, info: Sequence[str], shares: Mapping[float, Sequence[float]], depth: Callable[[int], int]) -> None:
+        """``info``: version, precision, device, number of labels and of exits. ``shares``: for each tier, of the
+        calibration's texts those that left at each exit. ``depth(segment)``: texts that wait for it now."""
+        for tier, of_exits in shares.items():
+            for number, share in zip(self._layers, of_exits, strict=True):
+                self._gauge(self._metrics.calibrated_share, tier_label(tier), str(number)).set(share)
         for segment in self._layers:
-            gauge = self._metrics.queue_depth.labels(self._model, str(segment))
-            gauge.set_function(functools.partial(depth, segment))
+            self._metrics.read(self._gauge(self._metrics.queue_depth, str(segment)), functools.partial(depth, segment))
+        self._gauge(self._metrics.model_info, *info).set(1)
+
+    def hide(self) -> None:
+        """Takes back what :meth:`show` has set."""
+        for gauge, labels in self._shown:
+            self._metrics.remove(gauge, labels)
+        self._shown.clear()
+
+    def _gauge(self, gauge: Gauge, *labels: str) -> Gauge:
+        self._shown.append((gauge, (self._model, *labels)))
+        return gauge.labels(self._model, *labels)
+
+    def reloaded(self, outcome: Literal["success", "failure"]) -> None:
+        self._reloads[outcome].inc()
 
     def segment_ran(self, segment: int, texts: int, seconds: float) -> None:
         self._batch_size[segment].observe(texts)
@@ -187,11 +330,6 @@ class ModelMetrics:
 
     def tokenized(self, seconds: float) -> None:
         self._tokenize.observe(seconds)
-
-    def expect(self, tier: float, shares: Sequence[float]) -> None:
-        """The calibration's shares of texts that left at each exit under ``tier``."""
-        for number, share in zip(self._layers, shares, strict=True):
-            self._metrics.calibrated_share.labels(self._model, tier_label(tier), str(number)).set(share)
 
     def served(self, tier: float | None, exit: int, *, flops: float, flops_saved: float) -> None:
         """One text was answered under ``tier`` at ``exit``."""

@@ -24,6 +24,7 @@ TYPES = {
     404: "not_found",
     405: "method_not_allowed",
     408: "timeout",
+    409: "conflict",
     413: "too_large",
     422: "invalid",
     429: "overloaded",

@@ -78,7 +78,8 @@ class Front:
         work = asyncio.ensure_future(classify(model, call.wish, self._settings))
         departure = asyncio.ensure_future(_departure(request))
         try:
-            await asyncio.wait((work, departure), return_when=asyncio.FIRST_COMPLETED)
+            with model.users:
+                await asyncio.wait((work, departure), return_when=asyncio.FIRST_COMPLETED)
             if not work.done():
                 return _client_left(context)
             document, timing = work.result()

@@ -136,7 +136,7 @@ def add_routes(router: APIRouter, settings: Settings, catalog: Catalog, metrics:
                     model.name: {
                         "precision": model.precision,
                         "device": model.device,
-                        "workers": model.workers,
+                        "runs": model.runs,
                         "threads": model.threads,
                         "lone_threads": model.lone_threads,
                         "latency": None if model.latency is None else model.latency.document(),
@@ -198,7 +198,7 @@ def describe(model: ServedModel, default: bool) -> dict[str, Any]:
 def metrics_page(request: Request, metrics: Metrics) -> Response:
     """All metrics, in the format that the scraper asks for."""
     encode, content_type = choose_encoder(request.headers.get("accept", ""))
-    return Response(encode(metrics.registry), media_type=content_type)
+    return Response(encode(metrics.page()), media_type=content_type)
 
 
 def _read(body: bytes, header: str | None) -> Call:

@@ -299,7 +299,7 @@ class LatencyTable(Strict):
 class Runtime(Strict):
     precision: str
     device: str
-    workers: int = Field(description="runs at once")
+    runs: int = Field(description="segments run at once, of all models of a process together")
     threads: int = Field(description="CPU threads of a run under load")
     lone_threads: int = Field(description="CPU threads of a run that has the machine to itself")
     latency: LatencyTable | None = Field(

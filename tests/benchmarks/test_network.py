@@ -81,7 +81,7 @@ def test_the_bare_loop_answers_as_the_command_line_does(bundle: Bundle, quality:
         bare.policy_of(bundle, quality),
     )
     lines = [Line("line", text) for text in TEXTS]
-    expected = classify_all(lines, {"quality": quality}, load_settings(bundles=(bundle.path,), threads=1, workers=1))
+    expected = classify_all(lines, {"quality": quality}, load_settings(bundles=(bundle.path,), threads=1, runs=1))
     assert [classify(text) for text in TEXTS] == [result["label"] for _, result in expected]
 
 

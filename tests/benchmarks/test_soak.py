@@ -63,7 +63,7 @@ def test_in_a_poisoned_copy_the_word_fails_alone(precision: Precision, tmp_path:
     texts = ["the film was good", "a dull movie"]
     word, token = rare_word(bundle, texts)
     copy = Bundle.load(poisoned_copy(bundle, token, tmp_path / "poisoned"))
-    with TestClient(create_app(load_settings(threads=1, workers=1), [copy])) as client:
+    with TestClient(create_app(load_settings(threads=1, runs=1), [copy])) as client:
 
         def status(text: str) -> int:
             return client.post("/classify", json={"inputs": text, "quality": 1.0}).status_code
@@ -80,7 +80,7 @@ def test_what_the_mix_draws_is_answered_as_it_says(tiny_bundle: Bundle) -> None:
     assert {request.status for request in drawn} == {200, 400, 404, 413, 422, 500}
     usual, poisoned = ([request for request in drawn if request.status == status] for status in (200, 500))
     nonsense = {request.body: request for request in drawn if request.status not in (200, 500)}
-    with TestClient(create_app(load_settings(threads=1, workers=1), [tiny_bundle])) as client:
+    with TestClient(create_app(load_settings(threads=1, runs=1), [tiny_bundle])) as client:
         alone = {
             (quality, number): client.post("/classify", json={"inputs": text, "quality": quality}).json()["results"][0]
             for quality in (0.95, 1.0)

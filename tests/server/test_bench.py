@@ -16,7 +16,7 @@ from tests.server.test_process import process
 
 @pytest.fixture(scope="module")
 def url(tiny_bundle: Bundle) -> Iterator[str]:
-    with process(tiny_bundle, threads=1, workers=1) as server:
+    with process(tiny_bundle, threads=1, runs=1) as server:
         yield "http://{}:{}".format(*server.address)
 
 
@@ -47,7 +47,7 @@ def test_an_unknown_model_is_named_before_any_load(url: str) -> None:
 
 
 def test_pairs_are_split_at_the_tab(pair_bundle: Bundle) -> None:
-    with process(pair_bundle, threads=1, workers=1) as server:
+    with process(pair_bundle, threads=1, runs=1) as server:
         url = "http://{}:{}".format(*server.address)
         document = bench(url, ["a man is slow\ta man is not fast"], {}, {}, Plan(seconds=0.2, clients=1))
         assert set(document["statuses"]) == {"200"}

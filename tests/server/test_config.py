@@ -32,8 +32,8 @@ def test_bundles_in_the_environment_are_separated_like_a_path(monkeypatch: pytes
 
 
 def test_an_empty_variable_is_no_setting(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("OFFRAMP_WORKERS", "")
-    assert load_settings().workers is None
+    monkeypatch.setenv("OFFRAMP_RUNS", "")
+    assert load_settings().runs is None
 
 
 @pytest.mark.parametrize(
@@ -47,7 +47,7 @@ def test_an_empty_variable_is_no_setting(monkeypatch: pytest.MonkeyPatch) -> Non
         ("DEFAULT_QUALITY", "nan"),
         ("DEADLINE_MS", "0"),
         ("MAX_QUEUE", "0"),
-        ("WORKERS", "-1"),
+        ("RUNS", "-1"),
         ("LOG_LEVEL", "loud"),
         ("DRAIN_SECONDS", "inf"),
     ],

@@ -54,7 +54,7 @@ def test_without_cgroups_the_affinity_counts(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("cpus", "workers", "threads", "expected"),
+    ("cpus", "runs", "threads", "expected"),
     [
         (1, None, None, (1, 1)),
         (2, None, None, (2, 1)),
@@ -67,7 +67,7 @@ def test_without_cgroups_the_affinity_counts(tmp_path: Path) -> None:
         (2, 4, None, (4, 1)),
     ],
 )
-def test_workers_and_threads_fill_the_allowance(
-    cpus: int, workers: int | None, threads: int | None, expected: tuple[int, int]
+def test_runs_and_threads_fill_the_allowance(
+    cpus: int, runs: int | None, threads: int | None, expected: tuple[int, int]
 ) -> None:
-    assert split_cpus(cpus, workers, threads) == expected
+    assert split_cpus(cpus, runs, threads) == expected

@@ -68,7 +68,7 @@ async def test_durations_have_fixed_buckets_from_a_quarter_of_a_millisecond(tiny
 
 
 async def test_one_answer_moves_each_of_its_counters_by_one(tiny_bundle: Bundle) -> None:
-    async with serving(tiny_bundle, workers=1) as served:
+    async with serving(tiny_bundle, runs=1) as served:
         before = samples(served.metrics.registry)
         (result,) = await served.results("a good film", threshold=0.0, min_exit=2)
         costs = served.catalog.default.exit_costs(result["tokens"])
@@ -94,7 +94,7 @@ async def test_one_answer_moves_each_of_its_counters_by_one(tiny_bundle: Bundle)
 
 
 async def test_texts_are_counted_singly_and_requests_once(tiny_bundle: Bundle) -> None:
-    async with serving(tiny_bundle, workers=1) as served:
+    async with serving(tiny_bundle, runs=1) as served:
         before = samples(served.metrics.registry)
         await served.results(["a good film", "good " * 200, "a film"], quality=1.0)
         moved = changes(served, before)
@@ -150,7 +150,7 @@ async def test_readiness_is_a_metric(tiny_bundle: Bundle) -> None:
 
 
 async def test_a_full_queue_is_counted_as_a_rejection_with_429(tiny_bundle: Bundle) -> None:
-    async with serving(tiny_bundle, max_queue=2, max_inputs=2, workers=1) as served:
+    async with serving(tiny_bundle, max_queue=2, max_inputs=2, runs=1) as served:
         release = _block(served)
         waiting = asyncio.ensure_future(served.classify(["a", "b"]))
         await _until(lambda: served.catalog.default.engine._admitted == 2)
@@ -166,7 +166,7 @@ async def test_a_full_queue_is_counted_as_a_rejection_with_429(tiny_bundle: Bund
 
 
 async def test_a_missed_deadline_is_504_and_counted(tiny_bundle: Bundle) -> None:
-    async with serving(tiny_bundle, workers=1) as served:
+    async with serving(tiny_bundle, runs=1) as served:
         release = _block(served)
         before = samples(served.metrics.registry)
         response = await served.classify("a", deadline_ms=30)
@@ -177,7 +177,7 @@ async def test_a_missed_deadline_is_504_and_counted(tiny_bundle: Bundle) -> None
 
 
 async def test_an_answer_at_the_deadline_carries_no_promise(tiny_bundle: Bundle) -> None:
-    async with serving(tiny_bundle, workers=1) as served:
+    async with serving(tiny_bundle, runs=1) as served:
         release = _block(served, segment=2)
         (result,) = await served.results("a good film", quality=1.0, deadline_ms=2000)
         release.set()
@@ -186,7 +186,7 @@ async def test_an_answer_at_the_deadline_carries_no_promise(tiny_bundle: Bundle)
 
 
 async def test_queue_depth_and_requests_in_flight_rise_and_fall(tiny_bundle: Bundle) -> None:
-    async with serving(tiny_bundle, workers=1) as served:
+    async with serving(tiny_bundle, runs=1) as served:
         release = _block(served)
         running = asyncio.ensure_future(served.classify("a"))
         await _until(lambda: served.catalog.default.engine.queue_depth(1) == 0 and release.entered.is_set())

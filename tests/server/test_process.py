@@ -40,7 +40,7 @@ async def test_hundreds_of_connections_get_the_answers_of_their_own_texts(tiny_b
 
 
 async def test_sigterm_under_load_loses_no_accepted_request_and_exits_0(tiny_bundle: Bundle) -> None:
-    with process(tiny_bundle, workers=1, threads=1, drain_seconds=300) as server:
+    with process(tiny_bundle, runs=1, threads=1, drain_seconds=300) as server:
         asked = [asyncio.ensure_future(ask(server, "POST", "/classify", HEAVY)) for _ in range(20)]
         await until(server, "inflight_requests", lambda count: count == 20)
         server.terminate()
@@ -64,7 +64,7 @@ async def test_after_sigterm_readiness_is_off_while_requests_are_still_served(ti
 
 
 async def test_work_that_outlasts_the_drain_is_given_up(tiny_bundle: Bundle) -> None:
-    with process(tiny_bundle, workers=1, threads=1, drain_seconds=0) as server:
+    with process(tiny_bundle, runs=1, threads=1, drain_seconds=0) as server:
         asked = [asyncio.ensure_future(ask(server, "POST", "/classify", HEAVY)) for _ in range(20)]
         await until(server, "inflight_requests", lambda count: count == 20)
         server.terminate()
@@ -78,7 +78,7 @@ async def test_work_that_outlasts_the_drain_is_given_up(tiny_bundle: Bundle) -> 
 
 async def test_clients_that_leave_free_their_work_and_disturb_nobody(tiny_bundle: Bundle) -> None:
     request = raw_request("POST", "/classify", json.dumps(HEAVY).encode())
-    with process(tiny_bundle, workers=1, threads=1) as server:
+    with process(tiny_bundle, runs=1, threads=1) as server:
         leavers = [await asyncio.open_connection(*server.address) for _ in range(20)]
         for _, writer in leavers:
             writer.write(request)
@@ -196,7 +196,7 @@ def test_a_second_signal_ends_it_at_once(tiny_bundle: Bundle) -> None:
 
 
 async def test_a_second_signal_gives_up_what_is_still_running(tiny_bundle: Bundle) -> None:
-    with process(tiny_bundle, workers=1, threads=1, drain_seconds=600) as server:
+    with process(tiny_bundle, runs=1, threads=1, drain_seconds=600) as server:
         asked = [asyncio.ensure_future(ask(server, "POST", "/classify", HEAVY)) for _ in range(20)]
         await until(server, "inflight_requests", lambda count: count == 20)
         server.terminate()

@@ -13,7 +13,7 @@ pytestmark = pytest.mark.anyio
 
 
 async def test_requests_beyond_those_allowed_in_work_are_told_to_come_back(tiny_bundle: Bundle) -> None:
-    async with serving(tiny_bundle, max_concurrent_requests=2, workers=1) as served:
+    async with serving(tiny_bundle, max_concurrent_requests=2, runs=1) as served:
         inputs = ["good film " * 20] * 64
         answers = await asyncio.gather(*(served.classify(inputs, quality=1.0) for _ in range(6)))
         refused = [answer for answer in answers if answer.status_code == 429]
