@@ -2,19 +2,25 @@
 
 import asyncio
 import logging
+import multiprocessing
 import os
 import signal
 import socket
 import sys
+import tempfile
 import threading
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager, nullcontext
 from importlib import metadata
+from multiprocessing.connection import Connection
+from multiprocessing.context import SpawnProcess
+from pathlib import Path
 from types import FrameType
 from typing import Any
 
 import uvicorn
 from fastapi import FastAPI
+from prometheus_client.multiprocess import mark_process_dead
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.middleware.cors import CORSMiddleware
@@ -29,12 +35,13 @@ from server.api.front import EXITS_HEADER, WISHES_HEADER
 from server.api.keys import RequireKey, load_keys
 from server.api.openapi import document_of
 from server.api.routes import REQUESTS, add_routes, metrics_page
-from server.catalog import Reloaded, load_catalog
+from server.catalog import Catalog, Reloaded, load_catalog
 from server.config import Settings, StartError, unknown_variables
 from server.logs import configure_logging
 from server.metrics import Metrics, Shared
 from server.middleware import Observe
 from server.protocol import bounded_http
+from server.workers import Failed, Line, Loaded, Workers
 
 logger = logging.getLogger("offramp")
 
@@ -72,7 +79,10 @@ def create_app(
     @asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
         await catalog.start()
+        fresh = None if shared is None else asyncio.ensure_future(_keep_fresh(metrics))
         yield
+        if fresh is not None:
+            fresh.cancel()
         await catalog.close()
 
     version = _version()
@@ -121,12 +131,91 @@ def run(settings: Settings) -> int:
     for name in unknown_variables(dict(os.environ)):
         logger.warning("%s is not a setting of this server", name)
     try:
+        if settings.workers > 1:
+            return _run_workers(settings)
         app = create_app(settings, load_bundles(settings))
         listener = _listen(settings.host, settings.port)
         monitor = None if settings.metrics_port is None else _listen(settings.host, settings.metrics_port)
     except StartError as error:
         print(f"offramp: {error}", file=sys.stderr)
         return 1
+    return _run(app, listener, monitor, settings)
+
+
+def _run_workers(settings: Settings) -> int:
+    """Serves with several processes that share their sockets. Raises :class:`StartError`."""
+    listener = _listen(settings.host, settings.port)
+    monitor = None if settings.metrics_port is None else _listen(settings.host, settings.metrics_port)
+    try:
+        # Memory-mapped files of a few hundred KB a process.
+        folder = tempfile.TemporaryDirectory(prefix="offramp-metrics-")
+    except OSError as error:
+        raise StartError(
+            f"no temporary folder for the metrics of several processes: {error.strerror} (TMPDIR names another place)"
+        ) from None
+    context = multiprocessing.get_context("spawn")
+
+    def spawn(number: int) -> tuple[SpawnProcess, "Connection[object, object]"]:
+        ours, theirs = context.Pipe()
+        shared = Shared(Path(folder.name), number)
+        process = context.Process(
+            target=work, args=(settings, listener, monitor, shared, theirs), name=f"worker-{number}"
+        )
+        process.start()
+        theirs.close()
+        return process, ours
+
+    def on_loaded() -> None:
+        logger.info("listening on %s with %d processes", _url(listener), settings.workers)
+        if monitor is not None:
+            logger.info("metrics on %s/metrics", _url(monitor))
+
+    def on_end() -> None:
+        # The workers have their own; the port is free once the last of them closes it.
+        listener.close()
+        if monitor is not None:
+            monitor.close()
+
+    async def serve() -> int:
+        return await Workers(
+            settings.workers,
+            spawn,
+            on_loaded=on_loaded,
+            on_end=on_end,
+            on_death=lambda number: mark_process_dead(number, folder.name),
+            grace_seconds=settings.shutdown_delay_seconds + settings.drain_seconds,
+        ).run()
+
+    with folder:
+        return asyncio.run(serve())
+
+
+def work(
+    settings: Settings,
+    listener: socket.socket,
+    monitor: socket.socket | None,
+    shared: Shared,
+    connection: "Connection[object, object]",
+) -> None:
+    """One of several server processes: its whole life, from its own start on."""
+    configure_logging(settings.log_level, settings.log_format, worker=shared.number)
+    line = Line(connection)
+    try:
+        app = create_app(settings, load_bundles(settings), shared, line.reload)
+    except StartError as error:
+        line.send(Failed(str(error)))
+        sys.exit(1)
+    sys.exit(_run(app, listener, monitor, settings, line))
+
+
+def _run(
+    app: FastAPI,
+    listener: socket.socket,
+    monitor: socket.socket | None,
+    settings: Settings,
+    line: Line | None = None,
+) -> int:
+    """Serves ``app``; ``line`` leads to the parent, where this is one of several processes."""
     config = uvicorn.Config(
         app,
         log_config=None,
@@ -138,7 +227,7 @@ def run(settings: Settings) -> int:
         timeout_graceful_shutdown=int(settings.drain_seconds),
     )
     with asyncio.Runner(loop_factory=config.get_loop_factory()) as runner:
-        return runner.run(_serve(uvicorn.Server(config), app, listener, monitor, settings))
+        return runner.run(_serve(uvicorn.Server(config), app, listener, monitor, settings, line))
 
 
 async def _serve(
@@ -147,36 +236,70 @@ async def _serve(
     listener: socket.socket,
     monitor: socket.socket | None,
     settings: Settings,
+    line: Line | None,
 ) -> int:
     loop = asyncio.get_running_loop()
+    catalog: Catalog = app.state.catalog
+    reloads: set[asyncio.Task[None]] = set()
+    watch: asyncio.Task[bool] | None = None
 
     def stop() -> None:
         server.should_exit = True
 
     def on_signal(sig: int, frame: FrameType | None) -> None:
-        if app.state.catalog.draining:
-            # Asked twice: whoever asks does not want to wait.
-            server.force_exit = server.should_exit = True
+        if catalog.draining:
+            # Asked twice: whoever asks does not want to wait. Of several processes each may hear SIGTERM from the
+            # parent and from whoever ends them all, so there it takes a SIGQUIT.
+            if line is None or sig == signal.SIGQUIT:
+                server.force_exit = server.should_exit = True
             return
-        app.state.catalog.draining = True
+        catalog.draining = True
         logger.info("%s: readiness is off, finishing accepted work", signal.Signals(sig).name)
         loop.call_soon_threadsafe(loop.call_later, settings.shutdown_delay_seconds, stop)
+
+    def reload() -> None:
+        task = asyncio.ensure_future(catalog.reload_all())
+        reloads.add(task)
+        task.add_done_callback(reloads.discard)
 
     # Uvicorn's own handler would raise the signal again after a clean end, and the exit status would be 143.
     server.handle_exit = on_signal  # type: ignore[method-assign]
     if threading.current_thread() is threading.main_thread():
         # Uvicorn does the same a little later; from the line below on, people and tests count on it.
-        for sig in (signal.SIGTERM, signal.SIGINT):
+        for sig in (signal.SIGTERM, signal.SIGINT if line is None else signal.SIGQUIT):
             signal.signal(sig, on_signal)
+        if line is None:
+            signal.signal(signal.SIGHUP, lambda sig, frame: loop.call_soon_threadsafe(reload))
     async with _metrics_served(app.state.metrics, monitor):
-        logger.info("listening on %s", _url(listener))
+        if line is None:
+            logger.info("listening on %s", _url(listener))
+            if monitor is not None:
+                logger.info("metrics on %s/metrics", _url(monitor))
+        else:
+            # A parent that dies leaves nobody to tell us when to end.
+            line.open(catalog.reload, lambda _: None, lambda: on_signal(signal.SIGTERM, None))
+            line.send(Loaded(tuple(catalog.models)))
+            watch = asyncio.ensure_future(_end_once_broken(catalog, server))
         await server.serve(sockets=[listener])
     if server.force_exit:
         # Uvicorn leaves it at that; requests still get their 503, and the engine its orderly end.
         for task in list(server.server_state.tasks):
             task.cancel()
         await server.lifespan.shutdown()
+    if watch is not None and watch.done() and watch.result():
+        return 1
     return 0 if server.started else 1
+
+
+async def _end_once_broken(catalog: Catalog, server: uvicorn.Server) -> bool:
+    """Ends a process whose engine is dead, so that its parent starts another; whether that was so."""
+    while not server.started or catalog.alive:  # noqa: ASYNC110 - threads die without a word
+        await asyncio.sleep(1.0)
+    if catalog.draining:
+        return False
+    logger.error("an engine has died, and this process ends")
+    server.should_exit = True
+    return True
 
 
 @asynccontextmanager
@@ -198,13 +321,19 @@ async def _metrics_served(metrics: Metrics, monitor: socket.socket | None) -> As
     )
     # Signals are for the server of requests; this one ends after it, so that the drain can be watched.
     server.capture_signals = nullcontext  # type: ignore[assignment,method-assign]
-    logger.info("metrics on %s/metrics", _url(monitor))
     serving = asyncio.ensure_future(server.serve(sockets=[monitor]))
     try:
         yield
     finally:
         server.should_exit = server.force_exit = True
         await serving
+
+
+async def _keep_fresh(metrics: Metrics) -> None:
+    """What other processes show of this one is at most a second old."""
+    while True:
+        metrics.refresh()
+        await asyncio.sleep(1.0)
 
 
 def _url(listener: socket.socket) -> str:

@@ -6,7 +6,7 @@ import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import numpy as np
 from numpy.typing import NDArray
@@ -43,6 +43,10 @@ class ReloadError(Exception):
         super().__init__(message)
         self.kind = kind
         self.message = message
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """From process to process."""
+        return ReloadError, (self.kind, self.message)
 
 
 class Users:
@@ -305,7 +309,7 @@ def _open(
             names,
         )
     logger.info(
-        "%s %s: %s on %s, %d exits, %d runs at once with %d threads (%d for a run alone)",
+        "%s %s: %s on %s, %d exits, runs at once: %d, threads of a run: %d (%d alone)",
         manifest.name,
         manifest.version,
         precision,

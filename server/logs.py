@@ -11,7 +11,12 @@ FIELDS = "offramp_fields"
 
 
 class JsonLines(logging.Formatter):
-    """One JSON object a line: ``time`` (UTC), ``level``, ``logger``, ``message``, further fields, ``exception``."""
+    """One JSON object a line: ``time`` (UTC), ``level``, ``logger``, ``message``, further fields, ``exception``; of
+    several server processes also ``worker``, the number of the one that says it."""
+
+    def __init__(self, worker: int | None = None) -> None:
+        super().__init__()
+        self._process = {} if worker is None else {"worker": worker}
 
     def format(self, record: logging.LogRecord) -> str:
         line = {
@@ -19,6 +24,7 @@ class JsonLines(logging.Formatter):
             "level": record.levelname.lower(),
             "logger": record.name,
             "message": record.getMessage(),
+            **self._process,
             **getattr(record, FIELDS, {}),
         }
         if record.exc_info:
@@ -26,11 +32,13 @@ class JsonLines(logging.Formatter):
         return json.dumps(line)
 
 
-def configure_logging(level: str, style: Literal["text", "json"]) -> None:
-    """Sends log lines of ``level`` and above to standard error."""
+def configure_logging(level: str, style: Literal["text", "json"], worker: int | None = None) -> None:
+    """Sends log lines of ``level`` and above to standard error, with the number of the ``worker`` that this process is
+    of several."""
     handler = logging.StreamHandler(sys.stderr)
-    text = logging.Formatter("%(asctime)s %(levelname)s %(name)s: %(message)s")
-    handler.setFormatter(JsonLines() if style == "json" else text)
+    who = "" if worker is None else f"[{worker}]"
+    text = logging.Formatter(f"%(asctime)s %(levelname)s %(name)s{who}: %(message)s")
+    handler.setFormatter(JsonLines(worker) if style == "json" else text)
     logging.basicConfig(level=level.upper(), handlers=[handler], force=True)
     logging.getLogger("uvicorn").setLevel(logging.WARNING)
     logging.getLogger("asyncio").setLevel(logging.WARNING)

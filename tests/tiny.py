@@ -156,6 +156,7 @@ def write_tiny_bundle(
     folder: Path,
     *,
     name: str = "tiny",
+    version: str = "1",
     labels: tuple[str, ...] = ("negative", "positive"),
     takes_pairs: bool = False,
     precisions: tuple[Precision, ...] = ("fp32",),
@@ -184,7 +185,7 @@ def write_tiny_bundle(
     )
     manifest = {
         "name": name,
-        "version": "1",
+        "version": version,
         "task": "tiny",
         "labels": labels,
         "takes_pairs": takes_pairs,

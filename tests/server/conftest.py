@@ -1,6 +1,7 @@
 """Fixtures and helpers of the server's tests: apps with real tiny graphs, and clients that talk to them in process."""
 
-from collections.abc import AsyncIterator, Iterator
+import asyncio
+from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -83,6 +84,15 @@ def samples(registry: CollectorRegistry) -> dict[tuple[str, tuple[tuple[str, str
         for sample in family.samples
         if sample.name.startswith("offramp_") and not sample.name.endswith("_created")
     }
+
+
+async def eventually(condition: Callable[[], bool]) -> None:
+    """Returns once ``condition`` holds; fails after 30 s."""
+    for _ in range(3000):
+        if condition():
+            return
+        await asyncio.sleep(0.01)
+    raise AssertionError("waited in vain")
 
 
 def error_of(response: httpx.Response) -> dict[str, Any]:

@@ -33,6 +33,8 @@ sys.exit(run(settings))
 def start(*bundles: Path, **settings: Any) -> "subprocess.Popen[str]":
     environment = {name: value for name, value in os.environ.items() if not name.startswith("OFFRAMP_")}
     given = {"bundles": ":".join(map(str, bundles)), "port": 0} | settings
+    if (temporary := given.pop("tmpdir", None)) is not None:
+        environment["TMPDIR"] = str(temporary)
     environment |= {f"OFFRAMP_{name.upper()}": str(value) for name, value in given.items()}
     return subprocess.Popen(
         [sys.executable, "-c", PROGRAM], cwd=ROOT, env=environment, stderr=subprocess.PIPE, text=True
@@ -79,7 +81,17 @@ class Process:
         raise AssertionError(self.log)
 
     def terminate(self) -> None:
-        self._process.send_signal(signal.SIGTERM)
+        self.signal(signal.SIGTERM)
+
+    def signal(self, sig: signal.Signals) -> None:
+        self._process.send_signal(sig)
+
+    @property
+    def workers(self) -> list[int]:
+        """Process ids of the workers that live, where there are several."""
+        pid = self._process.pid
+        children = Path(f"/proc/{pid}/task/{pid}/children").read_text(encoding="ascii").split()
+        return [int(child) for child in children if b"spawn_main" in Path(f"/proc/{child}/cmdline").read_bytes()]
 
     def status(self) -> int:
         """The exit status, once it has ended."""

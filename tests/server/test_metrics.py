@@ -10,7 +10,7 @@ import pytest
 
 from models.bundle import Bundle
 from models.costs import layer_cost
-from tests.server.conftest import Served, samples, serving
+from tests.server.conftest import Served, eventually, samples, serving
 from tests.tiny import POISON
 
 pytestmark = pytest.mark.anyio
@@ -153,7 +153,7 @@ async def test_a_full_queue_is_counted_as_a_rejection_with_429(tiny_bundle: Bund
     async with serving(tiny_bundle, max_queue=2, max_inputs=2, runs=1) as served:
         release = _block(served)
         waiting = asyncio.ensure_future(served.classify(["a", "b"]))
-        await _until(lambda: served.catalog.default.engine._admitted == 2)
+        await eventually(lambda: served.catalog.default.engine._admitted == 2)
         before = samples(served.metrics.registry)
         response = await served.classify("c")
         assert response.status_code == 429
@@ -189,9 +189,9 @@ async def test_queue_depth_and_requests_in_flight_rise_and_fall(tiny_bundle: Bun
     async with serving(tiny_bundle, runs=1) as served:
         release = _block(served)
         running = asyncio.ensure_future(served.classify("a"))
-        await _until(lambda: served.catalog.default.engine.queue_depth(1) == 0 and release.entered.is_set())
+        await eventually(lambda: served.catalog.default.engine.queue_depth(1) == 0 and release.entered.is_set())
         waiting = asyncio.ensure_future(served.classify(["b", "c"]))
-        await _until(lambda: served.catalog.default.engine.queue_depth(1) == 2)
+        await eventually(lambda: served.catalog.default.engine.queue_depth(1) == 2)
         now = samples(served.metrics.registry)
         assert now[key("queue_depth", model="tiny", segment="1")] == 2
         assert now[key("inflight_requests")] == 2
@@ -251,11 +251,3 @@ def _block(served: Served, segment: int = 1) -> _Release:
 
     engine._runner.run = waiting_run  # type: ignore[method-assign]
     return release
-
-
-async def _until(condition: Any) -> None:
-    for _ in range(3000):
-        if condition():
-            return
-        await asyncio.sleep(0.01)
-    raise AssertionError("waited in vain")
