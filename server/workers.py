@@ -319,6 +319,7 @@ class _Worker:
             self.problem = message.message
         elif isinstance(message, Loaded):
             self.models = message.models
+            logger.info("worker %d serves, process %d", self.number, self._process.pid)
             self.loaded.set_result(True)
 
     def _on_exit(self) -> None:

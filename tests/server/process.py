@@ -100,6 +100,15 @@ class Process:
         return status
 
 
+def lives(pid: int) -> bool:
+    """Whether there is such a process, and it has not ended (an orphan may wait for long to be collected)."""
+    try:
+        status = Path(f"/proc/{pid}/stat").read_text(encoding="ascii")
+    except (FileNotFoundError, ProcessLookupError):
+        return False
+    return status.rpartition(")")[2].split()[0] != "Z"
+
+
 @contextmanager
 def process(bundle: Bundle, **settings: Any) -> Iterator[Process]:
     started = start(bundle.path, **settings)

@@ -1,11 +1,13 @@
-"""CPU allowance: affinity and cgroup quota, not the host's cores."""
+"""CPU allowance: affinity and cgroup quota, not the host's cores; and turns on it."""
 
 import os
+import threading
+import time
 from pathlib import Path
 
 import pytest
 
-from server.cpus import cpu_allowance, split_cpus
+from server.cpus import Turns, cpu_allowance, split_cpus
 
 
 @pytest.fixture
@@ -71,3 +73,41 @@ def test_runs_and_threads_fill_the_allowance(
     cpus: int, runs: int | None, threads: int | None, expected: tuple[int, int]
 ) -> None:
     assert split_cpus(cpus, runs, threads) == expected
+
+
+def test_turns_are_given_to_so_many_at_once_and_in_the_order_they_were_asked_for() -> None:
+    turns, release = Turns(1), threading.Event()
+    order: list[int] = []
+
+    def run(number: int) -> None:
+        with turns.turn():
+            order.append(number)
+            assert release.wait(30)
+
+    threads = []
+    for number in range(4):
+        threads.append(threading.Thread(target=run, args=(number,)))
+        threads[-1].start()
+        while len(order) + len(turns._waiting) <= number:
+            time.sleep(0.001)
+    assert order == [0]
+    release.set()
+    for thread in threads:
+        thread.join(30)
+    assert order == [0, 1, 2, 3]
+
+
+def test_a_turn_knows_whether_it_is_the_only_one() -> None:
+    turns = Turns(2)
+    with turns.turn() as first, turns.turn() as second:
+        assert (first, second) == (True, False)
+    with turns.turn() as again:
+        assert again
+
+
+def test_a_run_that_fails_gives_its_turn_back() -> None:
+    turns = Turns(1)
+    with pytest.raises(ZeroDivisionError), turns.turn():
+        raise ZeroDivisionError
+    with turns.turn() as lone:
+        assert lone

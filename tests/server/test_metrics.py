@@ -37,7 +37,7 @@ NAMES = (
     "inference_duration_seconds exits_total exit_confidence layers_run_total layers_saved_total segment_batch_size "
     "segment_duration_seconds queue_depth inflight_requests rejected_total cancelled_total truncated_total "
     "nonfinite_total shadow_total tier_total tier_exits_total calibrated_exit_share flops_run_total flops_saved_total "
-    "ready model_info"
+    "ready model_info model_reloads_total"
 ).split()
 
 

@@ -4,14 +4,14 @@ import asyncio
 import os
 import re
 import signal
-import time
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from models.bundle import Bundle
-from tests.server.process import Process, ask, classify, metric, process, start, until
+from tests.server.conftest import eventually
+from tests.server.process import Process, ask, classify, lives, metric, process, start, until
 from tests.server.test_process import HEAVY, ended
 from tests.tiny import write_tiny_bundle
 
@@ -21,26 +21,31 @@ QUICK: dict[str, Any] = {"workers": 2, "threads": 1, "measure_seconds": 0}
 ANSWERED = 'requests_total{code="200",model="tiny",route="/classify"}'
 
 
-async def _gone(pids: list[int]) -> None:
-    for _ in range(3000):
-        if not any(Path(f"/proc/{pid}").exists() for pid in pids):
-            return
-        await asyncio.sleep(0.01)
-    raise AssertionError("waited in vain")
-
-
-async def _answer_of_each(server: Process, count: int) -> None:
+async def _answer(server: Process, count: int) -> None:
     replies = await asyncio.gather(*(classify(server, "a good film") for _ in range(count)))
     assert [reply.status for reply in replies] == [200] * count
 
 
+async def _replaced(server: Process) -> None:
+    """Returns once a third process of two serves."""
+    await eventually(lambda: len(re.findall(r"worker \d serves", server.log)) == 3)
+
+
+def _files(folder: Path, pattern: str) -> list[Path]:
+    return list(folder.glob(pattern))
+
+
 async def test_every_process_shows_what_all_of_them_did(tiny_bundle: Bundle) -> None:
-    with process(tiny_bundle, **QUICK) as server:
+    with process(tiny_bundle, metrics_port=0, **QUICK) as server:
         assert len(server.workers) == 2
-        await _answer_of_each(server, 40)
+        await _answer(server, 40)
+        assert (await ask(server, "GET", "/metrics")).status == 404
+        await asyncio.to_thread(server.wait_for, "/metrics")
+        found = re.search(r"metrics on http://([^:]+):(\d+)/metrics", server.log)
+        assert found
+        server.address = found[1], int(found[2])
         for _ in range(10):
             assert await metric(server, ANSWERED) == 40
-            assert await metric(server, 'exits_total{exit="4",model="tiny",reason="final"}') >= 0
         info = 'model_info{device="cpu",exits="4",labels="2",model="tiny",precision="fp32",version="1"}'
         assert await metric(server, info) == 1
         await until(server, "ready", lambda value: value == 1)
@@ -62,7 +67,7 @@ async def test_sigterm_under_load_loses_no_accepted_request_of_any_process(tiny_
         replies = await asyncio.gather(*asked)
         assert [reply.status for reply in replies] == [200] * 20
         assert server.status() == 0
-        await _gone(workers)
+        assert not any(lives(pid) for pid in workers)
         assert "Traceback" not in server.log
 
 
@@ -77,48 +82,33 @@ async def test_a_second_signal_gives_up_what_is_still_running(tiny_bundle: Bundl
 
 async def test_a_killed_process_is_replaced_while_the_other_serves_on(tiny_bundle: Bundle, tmp_path: Path) -> None:
     with process(tiny_bundle, **QUICK, tmpdir=tmp_path) as server:
-        await _answer_of_each(server, 20)
+        await _answer(server, 20)
         victim, survivor = server.workers
         busy = asyncio.ensure_future(ask(server, "POST", "/classify", HEAVY))
         os.kill(victim, signal.SIGKILL)
-        await _gone([victim])
+        await eventually(lambda: not lives(victim))
         for _ in range(10):
             assert (await classify(server, "a good film")).status == 200
         assert await metric(server, ANSWERED) >= 30
         await asyncio.to_thread(server.wait_for, "was killed by SIGKILL; another starts")
         await asyncio.gather(busy, return_exceptions=True)
         before = await metric(server, ANSWERED)
-        for _ in range(3000):
-            if len(server.workers) == 2:
-                break
-            await asyncio.sleep(0.01)
+        await _replaced(server)
         await until(server, "ready", lambda value: value == 1)
         assert survivor in server.workers
         assert await metric(server, ANSWERED) == before
         assert await metric(server, "inflight_requests") == 0
-        (folder,) = tmp_path.iterdir()
-        assert len(list(folder.glob("counter_*.db"))) == 2, "the successor goes on with the files of the dead"
+        assert len(_files(tmp_path, "*/counter_*.db")) == 2, "the successor goes on with the files of the dead"
         server.terminate()
         assert server.status() == 0
-        assert not list(tmp_path.iterdir()), "the metrics' folder is left behind"
+        assert not _files(tmp_path, "*"), "the metrics' folder is left behind"
 
 
 async def test_processes_end_when_their_parent_is_killed(tiny_bundle: Bundle) -> None:
     with process(tiny_bundle, **QUICK) as server:
         workers = server.workers
         server.signal(signal.SIGKILL)
-        await _gone(workers)
-
-
-async def test_metrics_of_all_processes_are_on_their_own_port(tiny_bundle: Bundle) -> None:
-    with process(tiny_bundle, metrics_port=0, **QUICK) as server:
-        await _answer_of_each(server, 10)
-        assert (await ask(server, "GET", "/metrics")).status == 404
-        await asyncio.to_thread(server.wait_for, "/metrics")
-        found = re.search(r"metrics on http://([^:]+):(\d+)/metrics", server.log)
-        assert found
-        server.address = found[1], int(found[2])
-        assert await metric(server, ANSWERED) == 10
+        await eventually(lambda: not any(lives(pid) for pid in workers))
 
 
 def test_a_bad_start_is_one_line_and_status_1(tmp_path: Path) -> None:
@@ -135,24 +125,13 @@ async def test_a_process_that_cannot_be_replaced_is_tried_again_and_the_last_end
         graph = bundle.graph(2)
         content = graph.read_bytes()
         graph.unlink()
-        first, second = server.workers
-        os.kill(first, signal.SIGKILL)
+        os.kill(server.workers[0], signal.SIGKILL)
         await asyncio.to_thread(server.wait_for, "segment_2.onnx")
         assert (await classify(server, "a good film")).status == 200
         graph.write_bytes(content)
-        await until_workers(server, 2)
+        await _replaced(server)
         graph.unlink()
         for pid in server.workers:
             os.kill(pid, signal.SIGKILL)
         assert server.status() == 1
         assert "cannot start, and no other serves" in server.log
-
-
-async def until_workers(server: Process, count: int) -> None:
-    """Returns once ``count`` processes serve."""
-    deadline = time.monotonic() + 60
-    while time.monotonic() < deadline:
-        if len(server.workers) == count and await metric(server, "ready") == 1:
-            return
-        await asyncio.sleep(0.05)
-    raise AssertionError(server.log)
