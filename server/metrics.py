@@ -176,6 +176,8 @@ class Metrics:
     def remove(self, gauge: Gauge, labels: Sequence[str]) -> None:
         """Takes the series of ``labels`` out of ``gauge``."""
         if self._shared is None:
+            # The series refers to itself, so it lingers; what its function holds (an engine) should not.
+            gauge.labels(*labels).set_function(float)
             gauge.remove(*labels)
         else:
             child = gauge.labels(*labels)

@@ -1,15 +1,18 @@
 """The app around the engine: probes, documents, several models, and what importing it costs."""
 
+import asyncio
 import subprocess
 import sys
+import threading
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from models.bundle import Bundle
 from server.app import create_app, load_bundles
 from server.config import StartError, load_settings
-from tests.server.conftest import error_of, serving
+from tests.server.conftest import error_of, eventually, serving
 from tests.tiny import write_tiny_bundle
 
 pytestmark = pytest.mark.anyio
@@ -136,6 +139,28 @@ async def test_the_pages_are_pages(tiny_bundle: Bundle, path: str) -> None:
         response = await served.client.get(path)
         assert response.status_code == 200
         assert response.headers["content-type"].startswith("text/html")
+
+
+async def test_models_share_the_cpus_and_each_gets_its_turn(tiny_bundle: Bundle, pair_bundle: Bundle) -> None:
+    async with serving(tiny_bundle, pair_bundle, runs=1) as served:
+        entered, release = threading.Event(), threading.Event()
+        runner = served.catalog.default.engine._runner.runner
+        run = runner.run
+
+        def held_up(*arguments: Any, **options: Any) -> Any:
+            entered.set()
+            assert release.wait(60)
+            return run(*arguments, **options)
+
+        runner.run = held_up
+        first = asyncio.ensure_future(served.classify("a good film"))
+        assert await asyncio.to_thread(entered.wait, 60)
+        pair = {"text": "a man", "text_pair": "someone"}
+        second = asyncio.ensure_future(served.classify(pair, model="tiny-pairs"))
+        turns = served.catalog.default.engine._runner.turns
+        await eventually(lambda: len(turns._waiting) == 1)
+        release.set()
+        assert [reply.status_code for reply in await asyncio.gather(first, second)] == [200, 200]
 
 
 def test_two_bundles_of_one_name_stop_the_start(tiny_bundle: Bundle) -> None:
