@@ -5,11 +5,9 @@ import logging
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-import numpy as np
-from numpy.typing import NDArray
-
+from models.architecture import Architecture
 from models.bundle import Bundle, Precision, PrecisionCalibration
-from models.costs import exit_costs
+from models.costs import exit_costs, layer_cost, reading_costs
 from server.api.depth import calibrated_shares
 from server.config import Settings, StartError
 from server.cpus import cpu_allowance, split_cpus
@@ -31,7 +29,7 @@ class ServedModel:
     device: str
     workers: int
     threads: int
-    lone_threads: int
+    lone_threads: tuple[int, ...]
     latency: LatencyTable | None
     max_tokens: int
     engine: Engine
@@ -46,15 +44,40 @@ class ServedModel:
         return self.bundle.calibration.precisions[self.precision]
 
     @functools.cached_property
-    def _costs(self) -> dict[int, NDArray[np.float64]]:
+    def _costs(self) -> dict[int, "Costs"]:
         return {}
 
-    def exit_costs(self, tokens: int) -> NDArray[np.float64]:
-        """Cost ``[E]`` until each exit of a text of ``tokens`` tokens, in units of one whole layer."""
+    def costs(self, tokens: int) -> "Costs":
+        """What a text of ``tokens`` tokens costs."""
         costs = self._costs.get(tokens)
         if costs is None:
-            costs = self._costs[tokens] = exit_costs(self.bundle.manifest.architecture, tokens)
+            costs = self._costs[tokens] = Costs.of(self.bundle.manifest.architecture, tokens)
         return costs
+
+
+@dataclass(frozen=True, slots=True)
+class Costs:
+    """Of a text of some length, in units of one whole layer: the cost ``until`` each exit, every exit before it read,
+    what ``reading`` each adds to that, and the FLOPs of a ``layer``."""
+
+    until: tuple[float, ...]
+    reading: tuple[float, ...]
+    layer: float
+
+    @classmethod
+    def of(cls, architecture: Architecture, tokens: int) -> "Costs":
+        """Two FLOPs to a multiply-accumulate."""
+        until, reading = exit_costs(architecture, tokens), reading_costs(architecture, tokens)
+        return cls(tuple(until.tolist()), tuple(reading.tolist()), 2 * layer_cost(architecture, tokens))
+
+    def spent(self, exits: Sequence[int]) -> float:
+        """Cost of a text that read ``exits`` (from 1, rising) and left at the last of them."""
+        unread = set(range(1, exits[-1])).difference(exits) if len(exits) < exits[-1] else ()
+        return self.until[exits[-1] - 1] - sum(self.reading[number - 1] for number in unread)
+
+    def beyond(self, exit: int) -> float:
+        """Cost of going on from ``exit`` to the last one, reading none between."""
+        return max(0.0, self.until[-1] - self.until[exit - 1] - sum(self.reading[exit:-1]))
 
 
 class Catalog:
@@ -188,5 +211,6 @@ def _choose_lone_threads(runner: Runner, settings: Settings, cpus: int) -> None:
         runner.widen(settings.lone_threads)
     elif runner.device == "cpu" and settings.measure_seconds > 0:
         measured = runner.fit_lone_threads(min(cpus, 8))
-        table = ", ".join(f"{seconds * 1000:.2f} ms on {threads}" for threads, seconds in measured.items())
-        logger.info("a text alone, by threads: %s", table)
+        for threads, seconds in measured.items():
+            table = " ".join(f"{1000 * taken:.2f}" for taken in seconds)
+            logger.info("a text alone on %d threads: %s ms by segment", threads, table)

@@ -199,7 +199,7 @@ class ModelMetrics:
         if tier is not None:
             self._tier_exits[tier, exit].inc()
         self._flops_run.inc(flops)
-        self._flops_saved.inc(max(0.0, flops_saved))
+        self._flops_saved.inc(flops_saved)
 
     def rejected(self, reason: str) -> None:
         self._rejected[reason].inc()

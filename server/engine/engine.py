@@ -22,7 +22,7 @@ from models.tokenization import Encoded, TextEncoder
 from server.engine.latency import LatencyTable
 from server.engine.order import Order, oldest
 from server.engine.request import Answer, Batch, Failure, Item, Outcome, Reading, Submission, Text
-from server.engine.runner import SegmentRunner
+from server.engine.runner import SegmentOutput, SegmentRunner
 from server.engine.scheduler import Scheduler
 
 logger = logging.getLogger("offramp.engine")
@@ -173,11 +173,14 @@ class Engine:
         *,
         truncate: bool = True,
         deadline_seconds: float | None = None,
+        every_reading: bool = True,
     ) -> Submitted:
         """Classifies ``texts``, each under the policy at its place, and returns an outcome for each.
 
         At ``deadline_seconds`` from now, texts still on their way are answered from their latest exit, or fail where
-        they have passed none. Cancelling this coroutine abandons the texts: they are dropped before their next segment.
+        they have passed none. Without ``every_reading`` exits at which a text may not leave anyway are not read, which
+        saves their rows; with a deadline they are. Cancelling this coroutine abandons the texts: they are dropped
+        before their next segment.
 
         Raises :class:`Overloaded`, :class:`NotRunning`, :class:`TooLong` (only without ``truncate``) or
         :class:`NoTokens`; then none of the texts was admitted.
@@ -209,6 +212,7 @@ class Engine:
                     submission=submission,
                     index=index,
                     deadline=deadline,
+                    every_reading=every_reading or deadline is not None,
                 )
                 for index, (one, policy) in enumerate(zip(encoded, policies, strict=True))
             ]
@@ -370,9 +374,12 @@ class Engine:
 
     def _run(self, batch: Batch, lone: bool) -> "_Ran":
         segment, items = batch.segment, batch.items
+        reading = [item.every_reading or item.policy.reads(segment, self._last_exit) for item in items]
         started = self._clock()
-        output = self._runner.run(segment, items, lone=lone)
+        output = self._runner.run(segment, items, lone=lone, read=any(reading))
         seconds = self._clock() - started
+        if not any(reading):
+            return self._pass(batch, output, started, seconds)
         logits = output.logits.astype(np.float64)
         verdict = judge(logits, *self._temperatures[segment - 1])
         finite, labels = verdict.finite.tolist(), verdict.labels.tolist()
@@ -381,13 +388,17 @@ class Engine:
         agreements = verdict.agreement.tolist() if segment < self._last_exit else [1.0] * len(items)
         streaks = [agree(label, item.previous_label, item.streak) for label, item in zip(labels, items, strict=True)]
         reasons = decide(verdict, streaks, [item.policy for item in items], segment, self._last_exit)
-        staying = [row for row, reason in enumerate(reasons) if reason is None and finite[row]]
+        # Who passes does not even look at scores that are not finite, and does the same in any company.
+        staying = [row for row, reason in enumerate(reasons) if reason is None and (finite[row] or not reading[row])]
         states = dict(zip(staying, output.carry(staying), strict=True))
         # Nothing below raises: a text that is run again after a failure must not have half a run behind it.
         leavers: list[tuple[Item, Outcome]] = []
         for row, (item, reason) in enumerate(zip(items, reasons, strict=True)):
             item.queue_seconds += started - item.waiting_since
             item.inference_seconds += seconds
+            if not reading[row]:
+                item.segment, item.state = segment + 1, states[row]
+                continue
             if not finite[row]:
                 leavers.append((item, Failure("nonfinite")))
                 continue
@@ -409,6 +420,15 @@ class Engine:
                 item.segment, item.state = segment + 1, states[row]
         self._observe(segment, len(items), seconds)
         return _Ran(segment, leavers, [items[row] for row in staying])
+
+    def _pass(self, batch: Batch, output: SegmentOutput, started: float, seconds: float) -> "_Ran":
+        """Takes a micro-batch whose exit nobody reads on to the next segment."""
+        for item, state in zip(batch.items, output.carry(range(len(batch.items))), strict=True):
+            item.queue_seconds += started - item.waiting_since
+            item.inference_seconds += seconds
+            item.segment, item.state = batch.segment + 1, state
+        self._observe(batch.segment, len(batch.items), seconds)
+        return _Ran(batch.segment, [], list(batch.items))
 
     def _observe(self, segment: int, texts: int, seconds: float) -> None:
         try:
