@@ -155,6 +155,7 @@ def _serve(settings: Settings, bundle: Bundle, metrics: Metrics) -> ServedModel:
         observer=observer,
         workers=workers,
         max_queue=settings.max_queue,
+        max_wait_seconds=settings.max_wait_seconds,
         max_batch_tokens=budget,
         max_batch_texts=settings.max_batch_texts,
         latency=latency,
@@ -182,7 +183,7 @@ def _serve(settings: Settings, bundle: Bundle, metrics: Metrics) -> ServedModel:
             names,
         )
     logger.info(
-        "%s %s: %s on %s, %d exits, %d workers with %d threads (%d for a run alone)",
+        "%s %s: %s on %s, %d exits, %d workers with %d threads (%s for a run alone)",
         manifest.name,
         manifest.version,
         precision,
@@ -190,7 +191,7 @@ def _serve(settings: Settings, bundle: Bundle, metrics: Metrics) -> ServedModel:
         len(manifest.architecture.exits),
         workers,
         threads,
-        runner.lone_threads,
+        " ".join(map(str, runner.lone_threads)),
     )
     return ServedModel(
         bundle=bundle,

@@ -38,6 +38,12 @@ def find_model(catalog: Catalog, name: str | None) -> ServedModel:
     return model
 
 
+def overloaded(model: ServedModel, error: Overloaded) -> ApiError:
+    """Counts a request that ``model`` has no room for; its 429."""
+    model.metrics.rejected(error.reason)
+    return ApiError(429, str(error), headers={"Retry-After": str(error.retry_after)})
+
+
 async def classify(model: ServedModel, request: ClassifyRequest, settings: Settings) -> tuple[dict[str, Any], Timing]:
     """Classifies the texts of ``request`` with ``model``.
 
@@ -57,8 +63,7 @@ async def classify(model: ServedModel, request: ClassifyRequest, settings: Setti
             every_reading=request.explain,
         )
     except Overloaded as error:
-        model.metrics.rejected(error.reason)
-        raise ApiError(429, str(error), headers={"Retry-After": str(error.retry_after)}) from None
+        raise overloaded(model, error) from None
     except NotRunning:
         model.metrics.rejected("not_running")
         raise ApiError(503, "the server is starting or draining", type="draining") from None

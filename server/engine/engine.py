@@ -8,6 +8,7 @@ segment's queue, where they are regrouped with whoever waits.
 import asyncio
 import itertools
 import logging
+import math
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -32,11 +33,21 @@ logger = logging.getLogger("offramp.engine")
 INLINE_CHARACTERS = 2_000
 
 
-class Overloaded(Exception):
-    """The bounded queue is full, or the deadline would pass before the first exit; try again in ``retry_after`` s."""
+# So few requests are never refused because of how long they would wait: a handful of clients that send large batches
+# wants the throughput, and max_queue bounds them.
+FEW_REQUESTS = 32
 
-    def __init__(self, reason: Literal["queue_full", "late"], retry_after: int) -> None:
-        why = {"queue_full": "too many texts are waiting", "late": "the deadline would pass before the first exit"}
+
+class Overloaded(Exception):
+    """The bounded queue is full, its work would take too long, or the deadline would pass before the first exit; try
+    again in ``retry_after`` s."""
+
+    def __init__(self, reason: Literal["queue_full", "wait", "late"], retry_after: int) -> None:
+        why = {
+            "queue_full": "too many texts are waiting",
+            "wait": "what waits already would take too long",
+            "late": "the deadline would pass before the first exit",
+        }
         super().__init__(f"{why[reason]}; try again in {retry_after} s")
         self.reason = reason
         self.retry_after = retry_after
@@ -93,15 +104,17 @@ class Engine:
         observer: Observer,
         workers: int,
         max_queue: int,
+        max_wait_seconds: float = math.inf,
         max_batch_tokens: int,
         max_batch_texts: int,
         latency: LatencyTable | None = None,
         order: Order = oldest,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """Temperatures have one entry per exit; ``max_queue`` bounds the texts admitted and not yet settled.
+        """Temperatures have one entry per exit; ``max_queue`` bounds the texts admitted and not yet settled, and
+        ``max_wait_seconds`` how long a newcomer may expect to wait.
 
-        Without a ``latency`` table nobody is refused for being late before it is tried.
+        Without a ``latency`` table nobody is refused for a wait, or for being late before it is tried.
         """
         self._runner = runner
         self._encoder = encoder
@@ -110,9 +123,11 @@ class Engine:
         self._last_exit = len(self._temperatures)
         self._observer = observer
         self._max_queue = max_queue
+        self._max_wait = max_wait_seconds
         self._clock = clock
         self._arrivals = itertools.count()
         self._admitted = 0
+        self._requests = 0
         # Admitted, and neither settled nor abandoned: who must be told, should the engine break.
         self._open: set[Item] = set()
         self._accepting = False
@@ -188,9 +203,33 @@ class Engine:
         if not self._accepting:
             raise NotRunning
         started = self._clock()
-        if self._admitted + len(texts) > self._max_queue:
+        self.check_room(len(texts))
+        self._requests += 1
+        try:
+            return await self._submit(texts, policies, truncate, deadline_seconds, every_reading, started)
+        finally:
+            self._requests -= 1
+
+    def check_room(self, texts: int) -> None:
+        """Raises :class:`Overloaded` where a newcomer with so many ``texts`` would find no room, or wait too long."""
+        if self._admitted + texts > self._max_queue:
             with self._work:
-                raise Overloaded("queue_full", self._scheduler.retry_after(started))
+                raise Overloaded("queue_full", self._scheduler.retry_after(self._clock()))
+        if self._requests > FEW_REQUESTS:
+            with self._work:
+                now = self._clock()
+                if self._scheduler.predicted_wait(now) > self._max_wait:
+                    raise Overloaded("wait", self._scheduler.retry_after(now))
+
+    async def _submit(
+        self,
+        texts: Sequence[Text],
+        policies: Sequence[Policy],
+        truncate: bool,
+        deadline_seconds: float | None,
+        every_reading: bool,
+        started: float,
+    ) -> Submitted:
         self._admit(len(texts))
         items: list[Item] = []
         submission = Submission(len(texts), self._loop.create_future())

@@ -11,7 +11,7 @@ import pytest
 
 from models.bundle import Bundle
 from models.exits import Policy, full_depth
-from server.engine.engine import Engine, NoTokens, NotRunning, Overloaded, TooLong
+from server.engine.engine import FEW_REQUESTS, Engine, NoTokens, NotRunning, Overloaded, TooLong
 from server.engine.latency import LatencyTable, Measurement
 from server.engine.request import Answer, Failure, Outcome, Text
 from server.engine.runner import Runner, SegmentOutput, Work
@@ -435,6 +435,21 @@ async def test_a_text_that_could_not_make_its_deadline_is_refused_before_it_cost
         # Those without a deadline, or with one that can be met, are served.
         assert answered((await rig.ask("a good film"))[0]).reason == "final"
         assert answered((await rig.ask("a good film", deadline_seconds=60.0))[0]).reason == "final"
+
+
+async def test_many_requests_are_refused_where_they_would_wait_too_long_and_a_few_are_not(tiny_bundle: Bundle) -> None:
+    slow = LatencyTable(np.array([1]), np.array([8]), np.full((4, 1, 1), 1.0))
+    async with running(tiny_bundle, latency=slow, max_wait_seconds=10.0) as rig:
+        gate = Gate(rig, segment=1)
+        few = [asyncio.ensure_future(rig.ask(text, policy=FIRST)) for text in some_texts(FEW_REQUESTS + 1)]
+        await gate.entered()
+        with pytest.raises(Overloaded) as caught:
+            await rig.ask("a good film")
+        assert caught.value.reason == "wait"
+        assert caught.value.retry_after > 10
+        gate.open()
+        await asyncio.gather(*few)
+        assert len(await rig.ask("a good film")) == 1
 
 
 @pytest.mark.parametrize("broken", ["", "\u0000"])
