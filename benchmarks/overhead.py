@@ -34,7 +34,7 @@ class NullRunner:
     """Stands in for ``server.engine.runner.Runner``: unsure before exit ``leave_at``, sure there."""
 
     device = "cpu"
-    lone_threads = 1
+    lone_threads = (1,)
     leave_at = 1
 
     def __init__(self, bundle: Bundle, **_: Any) -> None:
@@ -44,7 +44,7 @@ class NullRunner:
 
     def widen(self, threads: int) -> None: ...
 
-    def run(self, segment: int, items: Sequence[Work], *, lone: bool = False) -> SegmentOutput:
+    def run(self, segment: int, items: Sequence[Work], *, lone: bool = False, read: bool = True) -> SegmentOutput:
         logits = np.zeros((len(items), self._labels), np.float32)
         logits[:, 0] = 20.0 if segment == self.leave_at else 0.0
         return SegmentOutput(logits, (), range(len(items) + 1))

@@ -20,7 +20,7 @@ import numpy as np
 import onnxruntime
 
 from models.architecture import Architecture, ExitSpec
-from models.bundle import segment_io, state_names
+from models.bundle import READ, segment_io, state_names
 from training.graphs import Weights, build_segments, weight_shapes
 
 WARM_UP = 5
@@ -58,6 +58,7 @@ def open_segments(paths: list[Path], threads: int, profile: str | None) -> list[
     options = onnxruntime.SessionOptions()
     options.intra_op_num_threads = threads
     options.add_session_config_entry("session.intra_op.allow_spinning", "0")
+    options.log_severity_level = 3
     if profile:
         options.enable_profiling = True
         options.profile_file_prefix = profile
@@ -65,14 +66,17 @@ def open_segments(paths: list[Path], threads: int, profile: str | None) -> list[
 
 
 def run(
-    architecture: Architecture, sessions: list[onnxruntime.InferenceSession], feed: dict[str, Any]
+    architecture: Architecture, sessions: list[onnxruntime.InferenceSession], feed: dict[str, Any], passing: bool
 ) -> list[tuple[float, float]]:
-    """Runs all segments once; (wall, CPU) seconds of each."""
+    """Runs all segments once, ``passing`` all exits but the last unread; (wall, CPU) seconds of each."""
     state, taken = dict(feed), []
     for number, session in enumerate(sessions, start=1):
         inputs, outputs = segment_io(architecture, number)
+        feeds = {name: state[name] for name in inputs}
+        if passing and number < len(sessions):
+            feeds[READ] = np.array(False)
         wall, cpu = time.perf_counter(), time.process_time()
-        found = session.run(list(outputs), {name: state[name] for name in inputs})
+        found = session.run(list(outputs), feeds)
         taken.append((time.perf_counter() - wall, time.process_time() - cpu))
         if number < len(sessions):
             state = {"attention_mask": feed["attention_mask"]}
@@ -120,6 +124,7 @@ def main() -> None:
     parser.add_argument("--lengths", default="25", help="tokens of each text of the batch, as 25,25,12")
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--runs", type=int, default=50)
+    parser.add_argument("--passing", action="store_true", help="leave out what all exits but the last need")
     parser.add_argument("--operators", action="store_true", help="profile the runs")
     options = parser.parse_args()
 
@@ -136,7 +141,7 @@ def main() -> None:
         # Alternating, so that a busy minute of the machine falls on both.
         for number in range(WARM_UP + options.runs):
             for layout, feed in feeds.items():
-                seconds = run(architecture, sessions, feed)
+                seconds = run(architecture, sessions, feed, options.passing)
                 if number >= WARM_UP:
                     taken[layout].append(seconds)
         for layout, found in taken.items():

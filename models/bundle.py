@@ -208,6 +208,11 @@ def _check_thresholds(curves: Mapping[Criterion, tuple[CurvePoint, ...]]) -> Non
             Policy(criterion, point.threshold)
 
 
+READ = "read"
+"""A segment's optional input, boolean: whether its logits are wanted. Where they are not, they have no rows. True
+unless given; graphs without it always compute them."""
+
+
 def segment_io(architecture: Architecture, segment: int) -> tuple[tuple[str, ...], tuple[str, ...]]:
     """Names of the inputs and outputs of segment ``segment`` (1 = first; it ends in the exit of that number).
 

@@ -26,11 +26,10 @@ def exit_costs(architecture: Architecture, tokens: int) -> NDArray[np.float64]:
     goes on into that layer. Where the last exit is ``cls``, its last layer computes keys and values of all tokens and
     the rest of one row, as the exported graph does.
     """
-    h, i, s = architecture.hidden_size, architecture.intermediate_size, tokens
+    h, s = architecture.hidden_size, tokens
     unit = layer_cost(architecture, tokens)
     keys_values = 2 * s * h * h
-    row = 2 * h * h + 2 * h * i + 2 * s * h  # query and output projection, feed-forward, attention of one row
-    head = h * h + h * architecture.num_labels
+    reading = reading_costs(architecture, tokens) * unit
     costs, spent, depth = [], 0.0, 0
     if architecture.embedding_size != h:
         spent += s * architecture.embedding_size * h
@@ -40,12 +39,26 @@ def exit_costs(architecture: Architecture, tokens: int) -> NDArray[np.float64]:
         if peeked:
             spent -= keys_values
         if spec.number == len(architecture.exits) and spec.head == "cls" and spec.after_layer > depth:
-            spent += keys_values + row - unit
+            spent += keys_values + _row(architecture, tokens) - unit
         depth, peeked = spec.after_layer, spec.head == "peek"
-        spent += head
+        spent += reading[spec.number - 1]
         if peeked:
-            spent += keys_values + row
-        elif spec.head == "attention":
-            spent += 2 * s * h
+            spent += keys_values
         costs.append(spent / unit)
     return np.asarray(costs)
+
+
+def reading_costs(architecture: Architecture, tokens: int) -> NDArray[np.float64]:
+    """The part of :func:`exit_costs` ``[E]`` that a text is spared at an exit that it passes unread: the head, and the
+    row of a ``peek``."""
+    h = architecture.hidden_size
+    head = h * h + h * architecture.num_labels
+    pooling = {"peek": _row(architecture, tokens), "attention": 2 * tokens * h}
+    reading = [head + pooling.get(spec.head, 0) for spec in architecture.exits]
+    return np.asarray(reading) / layer_cost(architecture, tokens)
+
+
+def _row(architecture: Architecture, tokens: int) -> int:
+    """One row through a layer: query and output projection, feed-forward, attention to ``tokens`` tokens."""
+    h, i = architecture.hidden_size, architecture.intermediate_size
+    return 2 * h * h + 2 * h * i + 2 * tokens * h

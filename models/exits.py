@@ -65,6 +65,11 @@ class Policy:
         if self.max_exit is not None and self.max_exit < self.min_exit:
             raise ValueError(f"max_exit {self.max_exit} lies before min_exit {self.min_exit}")
 
+    def reads(self, exit_number: int, last_exit: int) -> bool:
+        """Whether it matters what exit ``exit_number`` says: not before ``min_exit``, but that patience counts from
+        the first exit on."""
+        return exit_number >= min(self.min_exit, last_exit) or self.criterion == "patience"
+
 
 def full_depth(last_exit: int) -> Policy:
     """The policy of ``quality: 1.0``: the last exit, always."""
@@ -79,19 +84,11 @@ def softmax(logits: NDArray[np.floating], temperature: float | Floats = 1.0) -> 
         return np.asarray(shifted / shifted.sum(axis=-1, keepdims=True))
 
 
-def normalised_entropy(probabilities: Floats) -> Floats:
-    """Entropy ``[...]`` of ``probabilities [..., K]`` divided by log K: 0 is certain, 1 is uniform."""
-    # 0 log 0 is 0: 0 times the logarithm of anything positive.
-    terms = probabilities * np.log(np.where(probabilities == 0, 1.0, probabilities))
-    # Rounding can leave -1e-17 at a certain answer, or a hair over 1 at a uniform one.
-    return np.minimum(np.maximum(-terms.sum(axis=-1) / np.log(probabilities.shape[-1]), 0.0), 1.0)
-
-
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """What one exit says of a batch: ``probabilities [B, K]``, ``labels [B]``, ``confidence [B]``, ``entropy [B]``,
-    ``agreement [B]`` (estimated probability that the last exit says the same), ``finite [B]`` (False where a logit was
-    NaN or infinite: such a row is never confident)."""
+    """What one exit says of a batch: ``probabilities [B, K]``, ``labels [B]``, ``confidence [B]``, ``entropy [B]``
+    (divided by log K: 0 is certain, 1 is uniform), ``agreement [B]`` (estimated probability that the last exit says
+    the same), ``finite [B]`` (False where a logit was NaN or infinite: such a row is never confident)."""
 
     probabilities: Floats
     labels: Ints
@@ -111,11 +108,19 @@ def judge(logits: NDArray[np.floating], temperature: float, agreement_temperatur
     whole = bool(finite.all())
     if not whole:
         raw = np.where(finite[..., None], raw, 0.0)
-    probabilities = softmax(raw, temperature)
+    below = raw - raw.max(axis=-1, keepdims=True)
+    scaled = below / temperature
+    parts = np.exp(scaled)
+    total = parts.sum(axis=-1)
+    probabilities = parts / total[..., None]
     # argmax of the logits, not of the probabilities: two probabilities can round to the same number.
     labels = raw.argmax(axis=-1)
-    confidence, entropy = probabilities.max(axis=-1), normalised_entropy(probabilities)
-    agreement = np.minimum(softmax(raw, agreement_temperature).max(axis=-1), MOST_AGREEMENT)
+    # The largest part is 1.
+    confidence = 1.0 / total
+    agreement = np.minimum(1.0 / np.exp(below / agreement_temperature).sum(axis=-1), MOST_AGREEMENT)
+    # -sum p log p with log p = scaled - log total. Rounding can leave -1e-17 at a certain answer, or a hair over 1.
+    entropy = (np.log(total) - (probabilities * scaled).sum(axis=-1)) / math.log(raw.shape[-1])
+    entropy = np.minimum(np.maximum(entropy, 0.0), 1.0)
     if not whole:
         probabilities[~finite] = confidence[~finite] = entropy[~finite] = agreement[~finite] = np.nan
         labels[~finite] = -1

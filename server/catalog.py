@@ -9,12 +9,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
-import numpy as np
-from numpy.typing import NDArray
-
 from models.architecture import Architecture
 from models.bundle import Bundle, BundleError, Precision, PrecisionCalibration
-from models.costs import exit_costs
+from models.costs import exit_costs, layer_cost, reading_costs
 from server.api.depth import calibrated_shares
 from server.config import Settings, StartError
 from server.cpus import Turns, cpu_allowance, split_cpus
@@ -83,7 +80,7 @@ class ServedModel:
     device: str
     runs: int
     threads: int
-    lone_threads: int
+    lone_threads: tuple[int, ...]
     latency: LatencyTable | None
     max_tokens: int
     engine: Engine
@@ -118,15 +115,40 @@ class ServedModel:
         )
 
     @functools.cached_property
-    def _costs(self) -> dict[int, NDArray[np.float64]]:
+    def _costs(self) -> dict[int, "Costs"]:
         return {}
 
-    def exit_costs(self, tokens: int) -> NDArray[np.float64]:
-        """Cost ``[E]`` until each exit of a text of ``tokens`` tokens, in units of one whole layer."""
+    def costs(self, tokens: int) -> "Costs":
+        """What a text of ``tokens`` tokens costs."""
         costs = self._costs.get(tokens)
         if costs is None:
-            costs = self._costs[tokens] = exit_costs(self.bundle.manifest.architecture, tokens)
+            costs = self._costs[tokens] = Costs.of(self.bundle.manifest.architecture, tokens)
         return costs
+
+
+@dataclass(frozen=True, slots=True)
+class Costs:
+    """Of a text of some length, in units of one whole layer: the cost ``until`` each exit, every exit before it read,
+    what ``reading`` each adds to that, and the FLOPs of a ``layer``."""
+
+    until: tuple[float, ...]
+    reading: tuple[float, ...]
+    layer: float
+
+    @classmethod
+    def of(cls, architecture: Architecture, tokens: int) -> "Costs":
+        """Two FLOPs to a multiply-accumulate."""
+        until, reading = exit_costs(architecture, tokens), reading_costs(architecture, tokens)
+        return cls(tuple(until.tolist()), tuple(reading.tolist()), 2 * layer_cost(architecture, tokens))
+
+    def spent(self, exits: Sequence[int]) -> float:
+        """Cost of a text that read ``exits`` (from 1, rising) and left at the last of them."""
+        unread = set(range(1, exits[-1])).difference(exits) if len(exits) < exits[-1] else ()
+        return self.until[exits[-1] - 1] - sum(self.reading[number - 1] for number in unread)
+
+    def beyond(self, exit: int) -> float:
+        """Cost of going on from ``exit`` to the last one, reading none between."""
+        return max(0.0, self.until[-1] - self.until[exit - 1] - sum(self.reading[exit:-1]))
 
 
 class Catalog:
@@ -299,6 +321,7 @@ def _open(
         observer=observer,
         workers=runs,
         max_queue=settings.max_queue,
+        max_wait_seconds=settings.max_wait_seconds,
         max_batch_tokens=budget,
         max_batch_texts=settings.max_batch_texts,
         latency=latency,
@@ -313,7 +336,7 @@ def _open(
             names,
         )
     logger.info(
-        "%s %s: %s on %s, %d exits, runs at once: %d, threads of a run: %d (%d alone)",
+        "%s %s: %s on %s, %d exits, runs at once: %d, threads of a run: %d (alone: %s)",
         manifest.name,
         manifest.version,
         precision,
@@ -321,7 +344,7 @@ def _open(
         len(manifest.architecture.exits),
         runs,
         threads,
-        runner.lone_threads,
+        " ".join(map(str, runner.lone_threads)),
     )
     return ServedModel(
         source=source,
@@ -360,9 +383,9 @@ class _InTurn:
     runner: SegmentRunner
     turns: Turns
 
-    def run(self, segment: int, items: Sequence[Work], *, lone: bool = False) -> SegmentOutput:
+    def run(self, segment: int, items: Sequence[Work], *, lone: bool = False, read: bool = True) -> SegmentOutput:
         with self.turns.turn() as nobody_else:
-            return self.runner.run(segment, items, lone=lone and nobody_else)
+            return self.runner.run(segment, items, lone=lone and nobody_else, read=read)
 
 
 def _measure(runner: Runner, budget: int, settings: Settings, name: str) -> LatencyTable | None:
@@ -379,5 +402,6 @@ def _choose_lone_threads(runner: Runner, settings: Settings, cpus: int) -> None:
         runner.widen(settings.lone_threads)
     elif runner.device == "cpu" and settings.measure_seconds > 0:
         measured = runner.fit_lone_threads(min(cpus, 8))
-        table = ", ".join(f"{seconds * 1000:.2f} ms on {threads}" for threads, seconds in measured.items())
-        logger.info("a text alone, by threads: %s", table)
+        for threads, seconds in measured.items():
+            table = " ".join(f"{1000 * taken:.2f}" for taken in seconds)
+            logger.info("a text alone on %d threads: %s ms by segment", threads, table)

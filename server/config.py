@@ -110,6 +110,14 @@ class Settings(BaseSettings):
     max_queue: int = Field(
         default=1024, ge=1, description="texts accepted and not yet answered, per model; beyond it requests get 429"
     )
+    max_wait_seconds: float = Field(
+        default=0.5,
+        gt=0,
+        le=3600,
+        allow_inf_nan=False,
+        description="predicted seconds of work before a newcomer, per model; beyond it, and with more than 32 requests "
+        "in work, requests get 429 (needs measure_seconds)",
+    )
     max_inputs: int = Field(default=128, ge=1, le=MOST_INPUTS, description="texts of one request; beyond it 413")
     max_body_bytes: int = Field(default=2 * 1024 * 1024, ge=1024, description="bytes of a request body; beyond it 413")
     max_characters: int = Field(

@@ -83,8 +83,7 @@ class Observe:
             seconds = time.perf_counter() - started
             code = 499 if context.client_left else status or 499
             route = getattr(scope.get("route"), "path", UNMATCHED)
-            self._metrics.requests.labels(context.model, route, str(code)).inc()
-            self._metrics.request_seconds.labels(context.model, route).observe(seconds)
+            self._metrics.answered(context.model, route, code, seconds)
             if self._access_log:
                 self._log(scope["method"], route, code, seconds, context)
 

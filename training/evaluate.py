@@ -158,6 +158,8 @@ def _open(path: Path, architecture: Architecture, segment: int, threads: int) ->
     options.intra_op_num_threads = threads
     # Sessions in a row spin against each other: segments took 7 times the monolith's time with spinning on.
     options.add_session_config_entry("session.intra_op.allow_spinning", "0")
+    # Else it warns that an optional input is no constant.
+    options.log_severity_level = 3
     try:
         session = onnxruntime.InferenceSession(str(path), options, providers=["CPUExecutionProvider"])
     except Exception as error:  # ONNX Runtime's own exceptions share no base but this

@@ -18,6 +18,10 @@ Names of initializers (``{name}`` is the canonical weight name without ``.weight
 - ``{name}.table`` float ``[rows, E]``, or in int8 ``{name}.table.int8`` and ``{name}.table.scale`` ``[rows]``;
 - ``layers.{i}.query_key_value.bias`` ``[3H]``; every other weight under its canonical name;
 - ``constant.*`` hold no weights.
+
+Passing. What only an exit's logits need (pooling, a row through the next layer, the head) stands inside an ``If`` that
+asks ``read``, an input that is true unless it is given: a text that may not leave here anyway, such as one on its way
+to full depth, is spared a peek's half of a layer's time.
 """
 
 from collections.abc import Mapping
@@ -31,7 +35,7 @@ from numpy.typing import NDArray
 from onnx import TensorProto, helper, numpy_helper
 
 from models.architecture import Architecture, ExitSpec
-from models.bundle import Precision, segment_io
+from models.bundle import READ, Precision, segment_io
 
 Weights = Mapping[str, NDArray[Any]]
 # What the rows of a two-dimensional tensor are: every token [T, ...], or one row per text [G, ...].
@@ -202,6 +206,14 @@ class _Segment:
         for layer in range(start, spec.after_layer - (1 if rows_only else 0)):
             hidden = self._whole_layer(layer, hidden, key_value, texts)
             key_value = None
+        if spec.head == "peek":
+            key_value = self._key_value(spec.after_layer, hidden)
+        if not last:
+            shape = self._node("Concat", self._node("Shape", "attention_mask"), self._ints(-1), axis=0)
+            state = (hidden, *key_value) if spec.head == "peek" and key_value else (hidden,)
+            for name, tensor in zip(segment_io(self.architecture, self.number)[1][1:], state, strict=True):
+                self._node("Reshape", tensor, shape, output=name)
+        passing = len(self.nodes)
         if spec.head == "cls":
             pooled = self._node("Gather", hidden, texts.first)
             if rows_only and spec.after_layer > 0:
@@ -212,15 +224,31 @@ class _Segment:
         elif spec.head == "attention":
             pooled = self._attention_pool(spec, hidden, texts)
         else:
-            key_value = self._key_value(spec.after_layer, hidden)
+            assert key_value is not None
             pooled = self._rows_layer(spec.after_layer, self._mean(hidden, texts), key_value, texts)
         self._head(spec, pooled)
         if not last:
-            shape = self._node("Concat", self._node("Shape", "attention_mask"), self._ints(-1), axis=0)
-            state = (hidden, *key_value) if spec.head == "peek" and key_value else (hidden,)
-            for name, tensor in zip(segment_io(self.architecture, self.number)[1][1:], state, strict=True):
-                self._node("Reshape", tensor, shape, output=name)
+            self._only_if_read(passing)
         return self._finish()
+
+    def _only_if_read(self, first: int) -> None:
+        """Puts the nodes from ``first`` on, which end in the logits, into an ``If``; all weights stay outside."""
+        outside, inside = self.nodes[:first], self.nodes[first:]
+        inside[-1].output[0] = "read_logits"
+        classes = self.architecture.num_labels
+        none = numpy_helper.from_array(np.zeros((0, classes), np.float32))
+        logits = helper.make_tensor_value_info("read_logits", TensorProto.FLOAT, ["texts", classes])
+        nothing = helper.make_tensor_value_info("no_logits", TensorProto.FLOAT, [0, classes])
+        pass_by = helper.make_node("Constant", [], ["no_logits"], name="no_logits", value=none)
+        self.nodes = outside
+        self._node(
+            "If",
+            READ,
+            output="logits",
+            then_branch=helper.make_graph(inside, "reading", [], [logits]),
+            else_branch=helper.make_graph([pass_by], "passing", [], [nothing]),
+        )
+        self._constant(READ, np.array(True))
 
     def _finish(self) -> onnx.ModelProto:
         inputs, outputs = segment_io(self.architecture, self.number)
@@ -230,7 +258,10 @@ class _Segment:
         }
         for name in ("hidden", "key", "value"):
             shapes[name] = shapes[f"next_{name}"] = (TensorProto.FLOAT, ["batch", "tokens", width])
+        shapes[READ] = (TensorProto.BOOL, [])
         whole_numbers: tuple[int, list[int | str]] = (TensorProto.INT64, ["batch", "tokens"])
+        # An input that is an initializer too need not be given.
+        inputs += tuple(name for name in (READ,) if name in self.initializers)
         graph = helper.make_graph(
             self.nodes,
             f"segment_{self.number}",

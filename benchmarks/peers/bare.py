@@ -36,6 +36,7 @@ def open_sessions(graphs: Sequence[Path], threads: int) -> list[Any]:
     ort = load_onnxruntime()
     options = ort.SessionOptions()
     options.intra_op_num_threads = threads
+    options.log_severity_level = 3
     if len(graphs) > 1:
         # As in server/engine/runner.py: sessions in series spin against each other. A lone one may spin.
         options.add_session_config_entry("session.intra_op.allow_spinning", "0")

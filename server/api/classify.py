@@ -6,7 +6,6 @@ Its HTTP shape is in ``schemas``; ``offramp classify`` uses it without HTTP.
 from dataclasses import dataclass
 from typing import Any
 
-from models.costs import layer_cost
 from server.api.depth import Depth, choose_depth
 from server.api.errors import ApiError, invalid
 from server.api.schemas import ClassifyRequest, TextPair
@@ -39,6 +38,12 @@ def find_model(catalog: Catalog, name: str | None) -> ServedModel:
     return model
 
 
+def overloaded(model: ServedModel, error: Overloaded) -> ApiError:
+    """Counts a request that ``model`` has no room for; its 429."""
+    model.metrics.rejected(error.reason)
+    return ApiError(429, str(error), headers={"Retry-After": str(error.retry_after)})
+
+
 async def classify(model: ServedModel, request: ClassifyRequest, settings: Settings) -> tuple[dict[str, Any], Timing]:
     """Classifies the texts of ``request`` with ``model``.
 
@@ -55,10 +60,10 @@ async def classify(model: ServedModel, request: ClassifyRequest, settings: Setti
             [depth.policy] * len(texts),
             truncate=request.truncate,
             deadline_seconds=None if deadline_ms is None else deadline_ms / 1000,
+            every_reading=request.explain,
         )
     except Overloaded as error:
-        model.metrics.rejected(error.reason)
-        raise ApiError(429, str(error), headers={"Retry-After": str(error.retry_after)}) from None
+        raise overloaded(model, error) from None
     except NotRunning:
         model.metrics.rejected("not_running")
         raise ApiError(503, "the server is starting or draining", type="draining") from None
@@ -146,20 +151,18 @@ def _document(model: ServedModel, request: ClassifyRequest, depth: Depth, answer
 
 
 def _result(model: ServedModel, request: ClassifyRequest, depth: Depth, answer: Answer) -> dict[str, Any]:
-    costs = model.exit_costs(answer.tokens)
-    left = answer.left
+    costs, left = model.costs(answer.tokens), answer.left
     # Whoever was cut short by a deadline left before the certified threshold was met.
     tier = None if answer.reason == "deadline" else depth.tier
-    unit = 2 * layer_cost(model.bundle.manifest.architecture, answer.tokens)
-    spent, full = unit * float(costs[left.exit - 1]), unit * float(costs[-1])
-    model.metrics.served(tier, left.exit, flops=spent, flops_saved=full - spent)
+    spent = costs.spent([reading.exit for reading in answer.readings])
+    model.metrics.served(tier, left.exit, flops=costs.layer * spent, flops_saved=costs.layer * costs.beyond(left.exit))
     document: dict[str, Any] = {
         **_scores(model, request, left),
         "exit": {
             "number": left.exit,
             "layer": model.bundle.manifest.architecture.exits[left.exit - 1].after_layer,
             "of": model.bundle.manifest.architecture.num_layers,
-            "cost": round(float(costs[left.exit - 1]), 4),
+            "cost": round(spent, 4),
             "reason": answer.reason,
             "confidence": left.confidence,
             "entropy": left.entropy,
@@ -174,7 +177,7 @@ def _result(model: ServedModel, request: ClassifyRequest, depth: Depth, answer: 
             {
                 "number": reading.exit,
                 "layer": model.bundle.manifest.architecture.exits[reading.exit - 1].after_layer,
-                "cost": round(float(costs[reading.exit - 1]), 4),
+                "cost": round(costs.until[reading.exit - 1], 4),
                 **_scores(model, request, reading),
                 "confidence": reading.confidence,
                 "entropy": reading.entropy,

@@ -12,11 +12,12 @@ from pydantic import ValidationError
 from starlette.datastructures import Headers
 from starlette.requests import ClientDisconnect
 
-from server.api.classify import classify, find_model
+from server.api.classify import classify, find_model, overloaded
 from server.api.errors import ApiError, from_validation, invalid
 from server.api.schemas import ClassifyRequest, Strict, Wishes
 from server.catalog import Catalog, ServedModel
 from server.config import Settings
+from server.engine.engine import Overloaded
 from server.metrics import Metrics
 from server.middleware import CONTEXT, Context
 
@@ -57,6 +58,12 @@ class Front:
                 f"{limit} requests are in work already (OFFRAMP_MAX_CONCURRENT_REQUESTS); try again in 1 s",
                 headers={"Retry-After": "1"},
             )
+        if len(self._catalog.models) == 1:
+            # Told before its body is read: refusals must cost little, or they take the time of those who are served.
+            try:
+                self._catalog.default.engine.check_room(1)
+            except Overloaded as error:
+                raise overloaded(self._catalog.default, error) from None
         self._running += 1
         try:
             with self._inflight.track_inprogress():
@@ -74,22 +81,20 @@ class Front:
             context.model = ""
         model = find_model(self._catalog, call.wish.model)
         context.model = model.name
-        # The server does not cancel a route when its client leaves; so somebody has to listen for it.
-        work = asyncio.ensure_future(classify(model, call.wish, self._settings))
-        departure = asyncio.ensure_future(_departure(request))
+        departure = _Departure(request)
         try:
             with model.users:
-                await asyncio.wait((work, departure), return_when=asyncio.FIRST_COMPLETED)
-            if not work.done():
-                return _client_left(context)
-            document, timing = work.result()
+                document, timing = await classify(model, call.wish, self._settings)
         except ApiError as error:
             if error.param is not None and error.param.startswith("inputs"):
                 error.param = call.texts_field + error.param.removeprefix("inputs")
             raise
+        except asyncio.CancelledError:
+            if not departure.caused_it():
+                raise
+            return _client_left(context)
         finally:
-            departure.cancel()
-            work.cancel()
+            departure.ignore()
         response = call.write(model, document)
         response.headers["Server-Timing"] = timing.header()
         return response
@@ -182,10 +187,29 @@ async def _body(request: Request, settings: Settings) -> bytes:
     return b"".join(chunks)
 
 
-async def _departure(request: Request) -> None:
-    """Returns when the client has gone."""
-    while (await request.receive())["type"] != "http.disconnect":
-        pass
+class _Departure:
+    """Cancels the task that made it when the client of ``request`` goes: the server does not do it, so somebody has to
+    listen."""
+
+    def __init__(self, request: Request) -> None:
+        self._work = asyncio.current_task()
+        self._left = False
+        self._listening = asyncio.ensure_future(self._listen(request))
+
+    async def _listen(self, request: Request) -> None:
+        while (await request.receive())["type"] != "http.disconnect":
+            pass
+        self._left = True
+        if self._work is not None:
+            self._work.cancel()
+
+    def caused_it(self) -> bool:
+        """Whether a cancellation that has arrived was this one's, and no one else's; it is over then."""
+        return self._left and self._work is not None and self._work.uncancel() == 0
+
+    def ignore(self) -> None:
+        """The answer is there: whoever leaves now changes nothing."""
+        self._listening.cancel()
 
 
 def _client_left(context: Context) -> Response:

@@ -138,7 +138,7 @@ def add_routes(router: APIRouter, settings: Settings, catalog: Catalog, metrics:
                         "device": model.device,
                         "runs": model.runs,
                         "threads": model.threads,
-                        "lone_threads": model.lone_threads,
+                        "lone_threads": list(model.lone_threads),
                         "latency": None if model.latency is None else model.latency.document(),
                     }
                     for model in catalog.models.values()

@@ -301,7 +301,7 @@ class Runtime(Strict):
     device: str
     runs: int = Field(description="segments run at once, of all models of a process together")
     threads: int = Field(description="CPU threads of a run under load")
-    lone_threads: int = Field(description="CPU threads of a run that has the machine to itself")
+    lone_threads: list[int] = Field(description="CPU threads of each segment's run that has the machine to itself")
     latency: LatencyTable | None = Field(
         description="what the start measured; null where it was told not to (measure_seconds 0)"
     )

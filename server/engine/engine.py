@@ -8,6 +8,7 @@ segment's queue, where they are regrouped with whoever waits.
 import asyncio
 import itertools
 import logging
+import math
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -22,7 +23,7 @@ from models.tokenization import Encoded, TextEncoder
 from server.engine.latency import LatencyTable
 from server.engine.order import Order, oldest
 from server.engine.request import Answer, Batch, Failure, Item, Outcome, Reading, Submission, Text
-from server.engine.runner import SegmentRunner
+from server.engine.runner import SegmentOutput, SegmentRunner
 from server.engine.scheduler import Scheduler
 
 logger = logging.getLogger("offramp.engine")
@@ -32,11 +33,21 @@ logger = logging.getLogger("offramp.engine")
 INLINE_CHARACTERS = 2_000
 
 
-class Overloaded(Exception):
-    """The bounded queue is full, or the deadline would pass before the first exit; try again in ``retry_after`` s."""
+# So few requests are never refused because of how long they would wait: a handful of clients that send large batches
+# wants the throughput, and max_queue bounds them.
+FEW_REQUESTS = 32
 
-    def __init__(self, reason: Literal["queue_full", "late"], retry_after: int) -> None:
-        why = {"queue_full": "too many texts are waiting", "late": "the deadline would pass before the first exit"}
+
+class Overloaded(Exception):
+    """The bounded queue is full, its work would take too long, or the deadline would pass before the first exit; try
+    again in ``retry_after`` s."""
+
+    def __init__(self, reason: Literal["queue_full", "wait", "late"], retry_after: int) -> None:
+        why = {
+            "queue_full": "too many texts are waiting",
+            "wait": "what waits already would take too long",
+            "late": "the deadline would pass before the first exit",
+        }
         super().__init__(f"{why[reason]}; try again in {retry_after} s")
         self.reason = reason
         self.retry_after = retry_after
@@ -93,15 +104,17 @@ class Engine:
         observer: Observer,
         workers: int,
         max_queue: int,
+        max_wait_seconds: float = math.inf,
         max_batch_tokens: int,
         max_batch_texts: int,
         latency: LatencyTable | None = None,
         order: Order = oldest,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """Temperatures have one entry per exit; ``max_queue`` bounds the texts admitted and not yet settled.
+        """Temperatures have one entry per exit; ``max_queue`` bounds the texts admitted and not yet settled, and
+        ``max_wait_seconds`` how long a newcomer may expect to wait.
 
-        Without a ``latency`` table nobody is refused for being late before it is tried.
+        Without a ``latency`` table nobody is refused for a wait, or for being late before it is tried.
         """
         self._runner = runner
         self._encoder = encoder
@@ -110,9 +123,11 @@ class Engine:
         self._last_exit = len(self._temperatures)
         self._observer = observer
         self._max_queue = max_queue
+        self._max_wait = max_wait_seconds
         self._clock = clock
         self._arrivals = itertools.count()
         self._admitted = 0
+        self._requests = 0
         # Admitted, and neither settled nor abandoned: who must be told, should the engine break.
         self._open: set[Item] = set()
         self._accepting = False
@@ -173,11 +188,14 @@ class Engine:
         *,
         truncate: bool = True,
         deadline_seconds: float | None = None,
+        every_reading: bool = True,
     ) -> Submitted:
         """Classifies ``texts``, each under the policy at its place, and returns an outcome for each.
 
         At ``deadline_seconds`` from now, texts still on their way are answered from their latest exit, or fail where
-        they have passed none. Cancelling this coroutine abandons the texts: they are dropped before their next segment.
+        they have passed none. Without ``every_reading`` exits at which a text may not leave anyway are not read, which
+        saves their rows; with a deadline they are. Cancelling this coroutine abandons the texts: they are dropped
+        before their next segment.
 
         Raises :class:`Overloaded`, :class:`NotRunning`, :class:`TooLong` (only without ``truncate``) or
         :class:`NoTokens`; then none of the texts was admitted.
@@ -185,9 +203,33 @@ class Engine:
         if not self._accepting:
             raise NotRunning
         started = self._clock()
-        if self._admitted + len(texts) > self._max_queue:
+        self.check_room(len(texts))
+        self._requests += 1
+        try:
+            return await self._submit(texts, policies, truncate, deadline_seconds, every_reading, started)
+        finally:
+            self._requests -= 1
+
+    def check_room(self, texts: int) -> None:
+        """Raises :class:`Overloaded` where a newcomer with so many ``texts`` would find no room, or wait too long."""
+        if self._admitted + texts > self._max_queue:
             with self._work:
-                raise Overloaded("queue_full", self._scheduler.retry_after(started))
+                raise Overloaded("queue_full", self._scheduler.retry_after(self._clock()))
+        if self._requests > FEW_REQUESTS:
+            with self._work:
+                now = self._clock()
+                if self._scheduler.predicted_wait(now) > self._max_wait:
+                    raise Overloaded("wait", self._scheduler.retry_after(now))
+
+    async def _submit(
+        self,
+        texts: Sequence[Text],
+        policies: Sequence[Policy],
+        truncate: bool,
+        deadline_seconds: float | None,
+        every_reading: bool,
+        started: float,
+    ) -> Submitted:
         self._admit(len(texts))
         items: list[Item] = []
         submission = Submission(len(texts), self._loop.create_future())
@@ -209,6 +251,7 @@ class Engine:
                     submission=submission,
                     index=index,
                     deadline=deadline,
+                    every_reading=every_reading or deadline is not None,
                 )
                 for index, (one, policy) in enumerate(zip(encoded, policies, strict=True))
             ]
@@ -370,9 +413,12 @@ class Engine:
 
     def _run(self, batch: Batch, lone: bool) -> "_Ran":
         segment, items = batch.segment, batch.items
+        reading = [item.every_reading or item.policy.reads(segment, self._last_exit) for item in items]
         started = self._clock()
-        output = self._runner.run(segment, items, lone=lone)
+        output = self._runner.run(segment, items, lone=lone, read=any(reading))
         seconds = self._clock() - started
+        if not any(reading):
+            return self._pass(batch, output, started, seconds)
         logits = output.logits.astype(np.float64)
         verdict = judge(logits, *self._temperatures[segment - 1])
         finite, labels = verdict.finite.tolist(), verdict.labels.tolist()
@@ -381,13 +427,17 @@ class Engine:
         agreements = verdict.agreement.tolist() if segment < self._last_exit else [1.0] * len(items)
         streaks = [agree(label, item.previous_label, item.streak) for label, item in zip(labels, items, strict=True)]
         reasons = decide(verdict, streaks, [item.policy for item in items], segment, self._last_exit)
-        staying = [row for row, reason in enumerate(reasons) if reason is None and finite[row]]
+        # Who passes does not even look at scores that are not finite, and does the same in any company.
+        staying = [row for row, reason in enumerate(reasons) if reason is None and (finite[row] or not reading[row])]
         states = dict(zip(staying, output.carry(staying), strict=True))
         # Nothing below raises: a text that is run again after a failure must not have half a run behind it.
         leavers: list[tuple[Item, Outcome]] = []
         for row, (item, reason) in enumerate(zip(items, reasons, strict=True)):
             item.queue_seconds += started - item.waiting_since
             item.inference_seconds += seconds
+            if not reading[row]:
+                item.segment, item.state = segment + 1, states[row]
+                continue
             if not finite[row]:
                 leavers.append((item, Failure("nonfinite")))
                 continue
@@ -409,6 +459,15 @@ class Engine:
                 item.segment, item.state = segment + 1, states[row]
         self._observe(segment, len(items), seconds)
         return _Ran(segment, leavers, [items[row] for row in staying])
+
+    def _pass(self, batch: Batch, output: SegmentOutput, started: float, seconds: float) -> "_Ran":
+        """Takes a micro-batch whose exit nobody reads on to the next segment."""
+        for item, state in zip(batch.items, output.carry(range(len(batch.items))), strict=True):
+            item.queue_seconds += started - item.waiting_since
+            item.inference_seconds += seconds
+            item.segment, item.state = batch.segment + 1, state
+        self._observe(batch.segment, len(batch.items), seconds)
+        return _Ran(batch.segment, [], list(batch.items))
 
     def _observe(self, segment: int, texts: int, seconds: float) -> None:
         try:

@@ -40,9 +40,9 @@ class Reading:
 class Answer:
     """The outcome for a text that was answered.
 
-    ``readings`` are those of every exit passed; the last one is the exit that the text left at. ``queue_seconds`` is
-    the time spent waiting for a worker before any of its segments, ``inference_seconds`` the time of those segments'
-    runs.
+    ``readings`` are those of the exits passed, without those that nothing depended on; the last one is the exit that
+    the text left at. ``queue_seconds`` is the time spent waiting for a worker before any of its segments,
+    ``inference_seconds`` the time of those segments' runs.
     """
 
     readings: tuple[Reading, ...]
@@ -93,7 +93,8 @@ class Item:
     """One text on its way through the segments.
 
     ``arrival`` orders items by age; ``deadline`` and ``waiting_since`` are on the engine's clock, in seconds.
-    ``segment`` is the one to run next. ``done`` means that nobody waits for it any more: answered, failed or abandoned.
+    ``segment`` is the one to run next. ``every_reading`` asks for what each exit on the way says, even where the text
+    may not leave. ``done`` means that nobody waits for it any more: answered, failed or abandoned.
     """
 
     arrival: int
@@ -104,6 +105,7 @@ class Item:
     submission: Submission
     index: int
     deadline: float | None = None
+    every_reading: bool = True
     segment: int = 1
     state: State = ()
     readings: list[Reading] = field(default_factory=list)

@@ -18,12 +18,14 @@ import numpy as np
 from numpy.typing import NDArray
 
 from models.architecture import Architecture
-from models.bundle import Bundle, Precision, segment_io, state_names
+from models.bundle import READ, Bundle, Precision, segment_io, state_names
 from server.config import StartError
 from server.engine.latency import LatencyTable, Measurement
 from server.engine.request import State
 
 logger = logging.getLogger("offramp.engine")
+
+_NOT = np.array(False)
 
 # More than these change a median little, and a fast model need not be measured until its time is up.
 MEASURING_ROUNDS = 5
@@ -45,7 +47,7 @@ class SegmentOutput:
     """What a segment says of B texts: ``logits [B, K]``, and the state that the next segment takes.
 
     ``state`` holds ``[T, H]`` for each name, all texts' tokens side by side (nothing after the last segment); text i
-    has those from ``bounds[i]`` to ``bounds[i + 1]``.
+    has those from ``bounds[i]`` to ``bounds[i + 1]``. Where nobody was to read the exit, ``logits`` may have no rows.
     """
 
     logits: NDArray[np.float32]
@@ -68,8 +70,9 @@ class SegmentOutput:
 class SegmentRunner(Protocol):
     """What the engine asks of a runner; called from several threads at once."""
 
-    def run(self, segment: int, items: Sequence[Work], *, lone: bool = False) -> SegmentOutput:
-        """Runs ``segment`` (1 = first) on ``items``; ``lone`` says that nothing else runs or waits to be run."""
+    def run(self, segment: int, items: Sequence[Work], *, lone: bool = False, read: bool = True) -> SegmentOutput:
+        """Runs ``segment`` (1 = first) on ``items``; ``lone`` says that nothing else runs or waits to be run, ``read``
+        that somebody looks at the logits."""
 
 
 def load_onnxruntime() -> Any:
@@ -126,13 +129,23 @@ class Runner:
             logger.warning("device auto: CUDA does not work here, taking the CPU: %s", error)
             self.device = "cpu"
             self._sessions = self._open_all(threads)
-        self.threads = self.lone_threads = threads
+        self.threads = threads
+        self.lone_threads: tuple[int, ...] = (threads,) * len(self._paths)
         self._lone_sessions = self._sessions
+        self._passable = {
+            segment
+            for segment, session in enumerate(self._sessions, start=1)
+            if any(node.name == READ for node in session.get_overridable_initializers())
+        }
 
-    def widen(self, threads: int) -> None:
-        """From here on lone runs use ``threads`` CPU threads; costs the memory of another set of sessions."""
-        self._lone_sessions = self._sessions if threads == self.threads else self._open_all(threads)
-        self.lone_threads = threads
+    def widen(self, threads: int | Sequence[int]) -> None:
+        """From here on lone runs use ``threads`` CPU threads, of all segments or of each; costs the memory of other
+        sessions."""
+        self.lone_threads = (threads,) * len(self._paths) if isinstance(threads, int) else tuple(threads)
+        self._lone_sessions = [
+            session if number == self.threads else self._open(segment, number)
+            for segment, (session, number) in enumerate(zip(self._sessions, self.lone_threads, strict=True), start=1)
+        ]
 
     def _open_all(self, threads: int) -> list[Any]:
         return [self._open(segment, threads) for segment in range(1, len(self._paths) + 1)]
@@ -180,8 +193,9 @@ class Runner:
         if isinstance(width, int) and width != self._labels:
             raise StartError(f"{path}: logits of width {width} for {self._labels} labels")
 
-    def run(self, segment: int, items: Sequence[Work], *, lone: bool = False) -> SegmentOutput:
-        """Runs ``segment`` (1 = first) on ``items``, packed into one row; ``lone`` runs may use more threads."""
+    def run(self, segment: int, items: Sequence[Work], *, lone: bool = False, read: bool = True) -> SegmentOutput:
+        """Runs ``segment`` (1 = first) on ``items``, packed into one row; ``lone`` runs may use more threads. Without
+        ``read`` there are no logits, if the graph can leave them out."""
         lengths = [len(item.ids) for item in items]
         bounds = [0, *itertools.accumulate(lengths)]
         feeds: dict[str, NDArray[Any]] = {}
@@ -195,6 +209,8 @@ class Runner:
             for place, name in enumerate(self._states[segment - 2]):
                 feeds[name] = _packed([item.state[place] for item in items])
         feeds["attention_mask"] = np.repeat(np.arange(1, len(items) + 1), lengths)[None]
+        if not read and segment in self._passable:
+            feeds[READ] = _NOT
         sessions = self._lone_sessions if lone else self._sessions
         logits, *state = sessions[segment - 1].run(self._outputs[segment - 1], feeds)
         return SegmentOutput(logits, tuple(array[0] for array in state), bounds)
@@ -242,28 +258,32 @@ class Runner:
         # Least, not median: one burst of noise would forbid company that pays.
         return table.with_padding(unequal, np.min(of_unequal, axis=0).tolist()) if of_unequal else table
 
-    def fit_lone_threads(self, most: int) -> dict[int, float]:
-        """Measures a text of middle length on 1, 2, 4 ... threads, up to ``most``, and keeps the number for lone runs.
+    def fit_lone_threads(self, most: int) -> dict[int, list[float]]:
+        """Measures a text of middle length on 1, 2, 4 ... threads, up to ``most``, and keeps for lone runs of each
+        segment the number that suits it: a peek into the first layer is over before a second thread is awake.
 
         More threads must earn a tenth of the time each time they double: what they take, no other process has. Returns
-        the seconds measured by number of threads.
+        the seconds measured of each segment by number of threads.
         """
         lengths = [min(32, self._architecture.max_length)]
 
-        def best() -> float:
+        def best() -> list[float]:
             self._time(lengths, lone=True)
-            return min(sum(one.seconds for one in self._time(lengths, lone=True)) for _ in range(3))
+            rounds = [[one.seconds for one in self._time(lengths, lone=True)] for _ in range(3)]
+            return [min(taken) for taken in zip(*rounds, strict=True)]
 
         self.widen(self.threads)
-        measured = {self.threads: best()}
-        threads, kept = 2 * self.threads, self._lone_sessions
-        while threads <= most:
+        measured, threads = {self.threads: best()}, 2 * self.threads
+        kept, chosen = list(self._lone_sessions), list(self.lone_threads)
+        earning = set(range(len(kept)))
+        while threads <= most and earning:
             self.widen(threads)
             measured[threads] = best()
-            if measured[threads] > 0.9 * measured[threads // 2]:
-                self._lone_sessions, self.lone_threads = kept, threads // 2
-                break
-            threads, kept = 2 * threads, self._lone_sessions
+            earning = {at for at in earning if measured[threads][at] <= 0.9 * measured[threads // 2][at]}
+            for at in earning:
+                kept[at], chosen[at] = self._lone_sessions[at], threads
+            threads *= 2
+        self._lone_sessions, self.lone_threads = kept, tuple(chosen)
         return measured
 
     def _time(self, lengths: Sequence[int], *, lone: bool = False) -> list[Measurement]:

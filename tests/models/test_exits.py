@@ -18,7 +18,6 @@ from models.exits import (
     judge,
     judge_all,
     leave_at,
-    normalised_entropy,
     softmax,
 )
 
@@ -188,13 +187,31 @@ def test_entropy_lies_between_certain_and_uniform(values: np.ndarray) -> None:
 
 
 def test_entropy_is_zero_when_certain_and_one_when_uniform() -> None:
-    assert normalised_entropy(np.array([[1.0, 0.0, 0.0]])) == 0.0
-    assert normalised_entropy(np.full((1, 77), 1 / 77)) == pytest.approx(1.0)
+    assert judge(np.array([[1e4, 0.0, 0.0]]), 1.0, 1.0).entropy == 0.0
+    assert judge(np.ones((1, 77)), 1.0, 1.0).entropy == pytest.approx(1.0)
 
 
-def test_entropy_is_that_of_the_formula() -> None:
-    p = np.array([0.7, 0.2, 0.1])
-    assert normalised_entropy(p[None])[0] == pytest.approx(-sum(x * np.log(x) for x in p) / np.log(3))
+@given(logits(), st.floats(0.1, 10))
+def test_confidence_and_entropy_are_those_of_the_formulas(values: np.ndarray, temperature: float) -> None:
+    verdict = judge(values[0], temperature, 1.0)
+    for row, p in enumerate(softmax(values[0], temperature)):
+        assert verdict.probabilities[row] == pytest.approx(p)
+        assert verdict.confidence[row] == pytest.approx(max(p))
+        assert verdict.entropy[row] == pytest.approx(
+            -sum(x * np.log(x) for x in p if x > 0) / np.log(len(p)), abs=1e-12
+        )
+
+
+@given(policies(), st.integers(1, 6), logits())
+def test_an_exit_that_a_policy_does_not_read_never_lets_anybody_leave(
+    policy: Policy, number: int, values: np.ndarray
+) -> None:
+    last = 6
+    if not policy.reads(number, last):
+        verdict = judge(values[0], 1.0, 1.0)
+        texts = len(verdict.labels)
+        assert decide(verdict, [9] * texts, [policy] * texts, number, last) == [None] * texts
+    assert policy.reads(last, last)
 
 
 @settings(max_examples=50)

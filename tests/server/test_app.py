@@ -101,7 +101,7 @@ async def test_info_tells_the_limits(tiny_bundle: Bundle) -> None:
             "device": "cpu",
             "runs": 2,
             "threads": 1,
-            "lone_threads": 1,
+            "lone_threads": [1] * 4,
             "latency": None,
         }
 

@@ -9,7 +9,7 @@ import httpx
 import pytest
 
 from models.bundle import Bundle
-from models.costs import layer_cost
+from models.costs import exit_costs, layer_cost, reading_costs
 from tests.server.conftest import Served, eventually, samples, serving
 from tests.tiny import POISON
 
@@ -71,8 +71,9 @@ async def test_one_answer_moves_each_of_its_counters_by_one(tiny_bundle: Bundle)
     async with serving(tiny_bundle, runs=1) as served:
         before = samples(served.metrics.registry)
         (result,) = await served.results("a good film", threshold=0.0, min_exit=2)
-        costs = served.catalog.default.exit_costs(result["tokens"])
-        flops = 2 * layer_cost(tiny_bundle.manifest.architecture, result["tokens"])
+        architecture, tokens = tiny_bundle.manifest.architecture, result["tokens"]
+        costs, reading = exit_costs(architecture, tokens), reading_costs(architecture, tokens)
+        flops = 2 * layer_cost(architecture, tokens)
         assert changes(served, before) == {
             key("requests_total", model="tiny", route="/classify", code="200"): 1,
             key("request_duration_seconds_count", model="tiny", route="/classify"): 1,
@@ -83,8 +84,8 @@ async def test_one_answer_moves_each_of_its_counters_by_one(tiny_bundle: Bundle)
             key("exit_confidence_count", model="tiny", exit="2"): 1,
             key("layers_run_total", model="tiny"): 1,
             key("layers_saved_total", model="tiny"): 3,
-            key("flops_run_total", model="tiny"): pytest.approx(flops * costs[1]),
-            key("flops_saved_total", model="tiny"): pytest.approx(flops * (costs[3] - costs[1])),
+            key("flops_run_total", model="tiny"): pytest.approx(flops * (costs[1] - reading[0])),
+            key("flops_saved_total", model="tiny"): pytest.approx(flops * (costs[3] - costs[1] - reading[2])),
             key("segment_batch_size_count", model="tiny", segment="1"): 1,
             key("segment_batch_size_count", model="tiny", segment="2"): 1,
             key("segment_duration_seconds_count", model="tiny", segment="1"): 1,

@@ -4,6 +4,7 @@ import itertools
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import onnx
@@ -15,7 +16,7 @@ from hypothesis import strategies as st
 from onnx import numpy_helper
 
 from models.architecture import Architecture, ExitSpec, Head
-from models.bundle import Precision, segment_io
+from models.bundle import READ, Precision, segment_io, state_names
 from tests.training.reference import (
     LiteralNetwork,
     SegmentRunner,
@@ -229,7 +230,11 @@ def test_integer_products_do_not_saturate(tmp_path: Path) -> None:
 
 
 def ops(path: Path) -> Counter[str]:
-    return Counter(node.op_type for node in onnx.load(path).graph.node)
+    """Operators of a graph, those of its branches included."""
+    nodes = list(onnx.load(path).graph.node)
+    for node in nodes:
+        nodes.extend(inner for attribute in node.attribute for inner in attribute.g.node)
+    return Counter(node.op_type for node in nodes)
 
 
 def test_attention_norms_and_gelu_are_fused(tmp_path: Path) -> None:
@@ -291,7 +296,37 @@ def test_graphs_are_valid_and_have_the_names_of_the_contract(precision: Precisio
         model = onnx.load(path)
         onnx.checker.check_model(model)
         names = tuple(e.name for e in model.graph.input), tuple(e.name for e in model.graph.output)
-        assert names == segment_io(architecture, number)
+        inputs, outputs = segment_io(architecture, number)
+        optional = () if number == 5 else (READ,)
+        assert names == (inputs + optional, outputs)
+
+
+@pytest.mark.parametrize("precision", ["fp32", "int8"])
+@pytest.mark.parametrize("cut", CUTS)
+def test_an_exit_passed_unread_leaves_the_same_state_and_no_logits(
+    cut: str, precision: Precision, tmp_path: Path
+) -> None:
+    architecture = small_architecture(CUTS[cut])
+    paths = build_segments(architecture, random_weights(architecture), precision, tmp_path)
+    draw, mask = np.random.default_rng(0), np.array([[1, 1, 1, 2, 2]])
+    state: dict[str, Any] = {
+        "input_ids": draw.integers(0, architecture.vocab_size, (1, 5)),
+        "position_ids": np.array([[0, 1, 2, 0, 1]]) + architecture.position_offset,
+        "token_type_ids": np.zeros((1, 5), np.int64),
+    }
+    for number, path in enumerate(paths[:-1], start=1):
+        inputs, outputs = segment_io(architecture, number)
+        options = onnxruntime.SessionOptions()
+        options.log_severity_level = 3
+        session = onnxruntime.InferenceSession(str(path), options, providers=["CPUExecutionProvider"])
+        feed = {name: mask if name == "attention_mask" else state[name] for name in inputs}
+        logits, *read = session.run(list(outputs), feed)
+        nothing, *passed = session.run(list(outputs), feed | {READ: np.array(False)})
+        assert logits.shape == (2, architecture.num_labels)
+        assert nothing.shape == (0, architecture.num_labels)
+        for one, other in zip(read, passed, strict=True):
+            np.testing.assert_array_equal(one, other)
+        state = dict(zip(state_names(architecture, number), read, strict=True))
 
 
 @pytest.mark.parametrize("precision", ["fp32", "int8"])

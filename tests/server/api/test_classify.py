@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from pydantic import ValidationError
 
 from models.bundle import Bundle
-from models.costs import exit_costs
+from models.costs import exit_costs, reading_costs
 from server.api.errors import from_validation
 from server.api.schemas import ClassifyRequest, ClassifyResponse
 from tests.server.conftest import Served, error_of, serving, some_texts
@@ -139,6 +139,14 @@ async def test_min_and_max_exit_bound_the_way(served: Served) -> None:
     assert {result["exit"]["number"] for result in results} == {2, 3}
     late = await served.results(some_texts(10), threshold=1.0, max_exit=2)
     assert {(result["exit"]["number"], result["exit"]["reason"]) for result in late} == {(2, "max_exit")}
+
+
+async def test_full_depth_does_not_pay_for_the_exits_that_it_passes(served: Served, tiny_bundle: Bundle) -> None:
+    (plain,) = await served.results("a good film", quality=1.0)
+    (explained,) = await served.results("a good film", quality=1.0, explain=True)
+    reading = reading_costs(tiny_bundle.manifest.architecture, 5)
+    assert plain["exit"]["cost"] == pytest.approx(explained["exit"]["cost"] - sum(reading[:-1]), abs=2e-4)
+    assert plain["scores"] == explained["scores"]
 
 
 async def test_explain_adds_every_exit_passed(served: Served) -> None:

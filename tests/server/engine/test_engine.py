@@ -11,7 +11,7 @@ import pytest
 
 from models.bundle import Bundle
 from models.exits import Policy, full_depth
-from server.engine.engine import Engine, NoTokens, NotRunning, Overloaded, TooLong
+from server.engine.engine import FEW_REQUESTS, Engine, NoTokens, NotRunning, Overloaded, TooLong
 from server.engine.latency import LatencyTable, Measurement
 from server.engine.request import Answer, Failure, Outcome, Text
 from server.engine.runner import Runner, SegmentOutput, Work
@@ -31,17 +31,19 @@ class Spy:
         self._runner = Runner(bundle, precision="fp32", device="cpu", threads=1)
         self.runs: list[tuple[int, int]] = []
         self.lone: list[bool] = []
+        self.read: list[bool] = []
         self.before: Callable[[int], None] = lambda segment: None
         # Ids of which a run that holds one raises, as if the graph could not take it.
         self.refused: set[int] = set()
 
-    def run(self, segment: int, items: Sequence[Work], *, lone: bool = False) -> SegmentOutput:
+    def run(self, segment: int, items: Sequence[Work], *, lone: bool = False, read: bool = True) -> SegmentOutput:
         self.runs.append((segment, len(items)))
         self.lone.append(lone)
         self.before(segment)
         if any(self.refused & set(item.ids.tolist()) for item in items):
             raise RuntimeError("out of range")
-        return self._runner.run(segment, items, lone=lone)
+        self.read.append(read)
+        return self._runner.run(segment, items, lone=lone, read=read)
 
 
 class Tally:
@@ -144,6 +146,38 @@ async def test_full_depth_runs_every_segment_once(tiny_bundle: Bundle) -> None:
         assert answered(outcome).reason == "final"
         assert [reading.exit for reading in answered(outcome).readings] == [1, 2, 3, 4]
         assert rig.spy.runs == [(1, 1), (2, 1), (3, 1), (4, 1)]
+
+
+async def test_an_exit_where_nobody_may_leave_is_not_read(tiny_bundle: Bundle) -> None:
+    async with running(tiny_bundle) as rig:
+        (plain,) = await rig.ask("a good film")
+        (passing,) = await rig.ask("a good film", every_reading=False)
+        assert rig.spy.read == [True] * 4 + [False] * 3 + [True]
+        assert [reading.exit for reading in answered(passing).readings] == [4]
+        np.testing.assert_array_equal(answered(passing).left.logits, answered(plain).left.logits)
+
+
+async def test_who_passes_unread_gets_the_same_answer_among_those_who_leave(tiny_bundle: Bundle) -> None:
+    async with running(tiny_bundle) as rig:
+        (alone,) = await rig.ask("a good film", every_reading=False)
+        gate = Gate(rig, 1)
+        blocker = asyncio.ensure_future(rig.ask("a dull film", policy=FIRST))
+        await gate.entered()
+        company = asyncio.ensure_future(rig.ask("an odd film", policy=FIRST, every_reading=False))
+        passing = asyncio.ensure_future(rig.ask("a good film", every_reading=False))
+        await until(lambda: rig.engine.queue_depth(1) == 2)
+        gate.open()
+        await asyncio.gather(blocker, company)
+        (outcome,) = await passing
+        assert (1, 2) in rig.spy.runs
+        assert [reading.exit for reading in answered(outcome).readings] == [4]
+        np.testing.assert_allclose(answered(outcome).left.logits, answered(alone).left.logits, atol=1e-5)
+
+
+async def test_with_a_deadline_every_exit_is_read(tiny_bundle: Bundle) -> None:
+    async with running(tiny_bundle) as rig:
+        (outcome,) = await rig.ask("a good film", every_reading=False, deadline_seconds=60)
+        assert [reading.exit for reading in answered(outcome).readings] == [1, 2, 3, 4]
 
 
 async def test_a_batch_compacts_at_each_exit(tiny_bundle: Bundle) -> None:
@@ -401,6 +435,21 @@ async def test_a_text_that_could_not_make_its_deadline_is_refused_before_it_cost
         # Those without a deadline, or with one that can be met, are served.
         assert answered((await rig.ask("a good film"))[0]).reason == "final"
         assert answered((await rig.ask("a good film", deadline_seconds=60.0))[0]).reason == "final"
+
+
+async def test_many_requests_are_refused_where_they_would_wait_too_long_and_a_few_are_not(tiny_bundle: Bundle) -> None:
+    slow = LatencyTable(np.array([1]), np.array([8]), np.full((4, 1, 1), 1.0))
+    async with running(tiny_bundle, latency=slow, max_wait_seconds=10.0) as rig:
+        gate = Gate(rig, segment=1)
+        few = [asyncio.ensure_future(rig.ask(text, policy=FIRST)) for text in some_texts(FEW_REQUESTS + 1)]
+        await gate.entered()
+        with pytest.raises(Overloaded) as caught:
+            await rig.ask("a good film")
+        assert caught.value.reason == "wait"
+        assert caught.value.retry_after > 10
+        gate.open()
+        await asyncio.gather(*few)
+        assert len(await rig.ask("a good film")) == 1
 
 
 @pytest.mark.parametrize("broken", ["", "\u0000"])

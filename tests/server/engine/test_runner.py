@@ -174,19 +174,23 @@ def test_lone_runs_on_more_threads_say_the_same(tiny_bundle: Bundle) -> None:
 @pytest.mark.parametrize(
     ("milliseconds", "kept"),
     [
-        ({1: 10.0, 2: 9.5}, 1),
-        ({1: 10.0, 2: 6.0, 4: 5.8}, 2),
-        ({1: 10.0, 2: 6.0, 4: 4.0, 8: 2.0}, 8),
+        ({1: [10] * 4, 2: [9.5, 12, 10, 9.1]}, (1, 1, 1, 1)),
+        ({1: [10] * 4, 2: [9.5, 6, 6, 6], 4: [1, 5.8, 3, 6], 8: [1, 1, 2.9, 1]}, (1, 2, 4, 2)),
+        ({1: [10] * 4, 2: [6, 6, 6, 6], 4: [4, 4, 4, 4], 8: [2, 2, 2, 4]}, (8, 8, 8, 4)),
     ],
 )
 def test_more_threads_for_a_lone_run_must_earn_their_keep(
-    tiny_bundle: Bundle, monkeypatch: pytest.MonkeyPatch, milliseconds: dict[int, float], kept: int
+    tiny_bundle: Bundle,
+    monkeypatch: pytest.MonkeyPatch,
+    milliseconds: dict[int, list[float]],
+    kept: tuple[int, ...],
 ) -> None:
     runner = open_runner(tiny_bundle)
 
     def timed(lengths: Sequence[int], *, lone: bool = False) -> list[Measurement]:
         assert lone
-        return [Measurement(1, len(lengths), sum(lengths), milliseconds[runner.lone_threads])]
+        taken = milliseconds[runner.lone_threads[0]]
+        return [Measurement(at, len(lengths), sum(lengths), one) for at, one in enumerate(taken, start=1)]
 
     monkeypatch.setattr(runner, "_time", timed)
     assert list(runner.fit_lone_threads(8)) == list(milliseconds)
