@@ -30,7 +30,7 @@ def is_open(settings: Settings, keyed: bool) -> bool:
 
 
 def add_routes(router: APIRouter, reload: Callable[[str], Awaitable[Reloaded]], metrics: Metrics) -> None:
-    route = "/admin/models/{name}/reload"
+    route = "/admin/models/{model}/reload"
     responses: dict[int | str, dict[str, Any]] = {
         401: {"model": ErrorResponse},
         404: {"model": ErrorResponse, "description": "no such model"},
@@ -45,11 +45,11 @@ def add_routes(router: APIRouter, reload: Callable[[str], Awaitable[Reloaded]], 
         response_model=ReloadResponse,
         responses=responses,
     )
-    async def post_reload(name: str) -> Response:
+    async def post_reload(model: str) -> Response:
         try:
-            return to_json(asdict(await reload(name)))
+            return to_json(asdict(await reload(model)))
         except ReloadError as error:
             kind = "draining" if error.kind == "ending" else None
-            raise ApiError(_STATUS[error.kind], error.message, "name", type=kind) from None
+            raise ApiError(_STATUS[error.kind], error.message, "model", type=kind) from None
 
     metrics.create_route(route, (200, 404, 409, 422))
