@@ -2,7 +2,8 @@
 
 The event loop's thread tokenizes short texts, admits, and settles outcomes. Worker threads take micro-batches from the
 scheduler, run one segment, judge its exit, send the leavers' answers off at once and put the survivors into the next
-segment's queue, where they are regrouped with whoever waits.
+segment's queue, where they are regrouped with whoever waits. The first segment of a short text that finds the engine
+idle runs on the loop's thread.
 """
 
 import asyncio
@@ -33,6 +34,9 @@ logger = logging.getLogger("offramp.engine")
 INLINE_CHARACTERS = 2_000
 
 
+# A run that is predicted to take no longer than this goes on the loop's own thread where nothing else is in work: two
+# wake-ups less, and whoever comes meanwhile waits no longer than for a long text's tokens.
+INLINE_SECONDS = 0.002
 # So few requests are never refused because of how long they would wait: a handful of clients that send large batches
 # wants the throughput, and max_queue bounds them.
 FEW_REQUESTS = 32
@@ -122,6 +126,7 @@ class Engine:
         self._temperatures = list(zip(temperatures, agreement_temperatures, strict=True))
         self._last_exit = len(self._temperatures)
         self._observer = observer
+        self._latency = latency
         self._max_queue = max_queue
         self._max_wait = max_wait_seconds
         self._clock = clock
@@ -176,6 +181,11 @@ class Engine:
     def healthy(self) -> bool:
         """Whether the engine accepts work and all its workers live."""
         return self._accepting and all(worker.is_alive() for worker in self._workers)
+
+    @property
+    def idle(self) -> bool:
+        """Whether nothing is in work."""
+        return self._busy == 0 and not self._admitted
 
     def queue_depth(self, segment: int) -> int:
         """Texts that wait for ``segment`` (1 = first)."""
@@ -266,9 +276,7 @@ class Engine:
             if self._broken:
                 # While these were tokenized; nobody would run them.
                 raise NotRunning
-            with self._work:
-                self._scheduler.add(items, tokenized)
-                self._work.notify()
+            self._set_out(items, tokenized)
             if deadline is not None:
                 timer = self._loop.call_later(max(0.0, deadline - tokenized), self._expire, items)
             await submission.future
@@ -277,6 +285,34 @@ class Engine:
                 timer.cancel()
             self._abandon(items)
         return Submitted([outcome for outcome in submission.outcomes if outcome is not None], tokenized - started)
+
+    def _set_out(self, items: Sequence[Item], now: float) -> None:
+        """Hands admitted ``items`` to the workers, or runs the first segment at once where that is sooner."""
+        with self._work:
+            self._scheduler.add(items, now)
+            alone = self._busy == 0 and self._scheduler.waiting == 1
+            if not alone or self._first_run(items[0].tokens) > INLINE_SECONDS:
+                self._work.notify()
+                return
+            batch = self._scheduler.pick(now)
+        if batch is None:
+            return
+        ran = self._step(batch, lone=True)
+        with self._work:
+            self._take_in(ran)
+            if ran.survivors:
+                self._work.notify()
+        self._settle(ran.leavers)
+
+    def _first_run(self, tokens: int) -> float:
+        """Predicted seconds of segment 1 on one text of ``tokens`` tokens; without a table nothing is known."""
+        return math.inf if self._latency is None else self._latency.seconds_of(1, 1, tokens)
+
+    def _take_in(self, ran: "_Ran") -> None:
+        """Tells the scheduler what has become of a micro-batch."""
+        answers = sum(isinstance(outcome, Answer) for _, outcome in ran.leavers)
+        self._scheduler.ran(ran.segment, answers + len(ran.survivors), answers)
+        self._scheduler.add(ran.survivors, self._clock())
 
     async def _encode(self, texts: Sequence[Text], truncate: bool) -> list[Encoded]:
         characters = sum(len(one.text) + len(one.pair or "") for one in texts)
@@ -380,9 +416,7 @@ class Engine:
         machine to itself; ``None`` when the engine stops."""
         with self._work:
             if ran is not None:
-                answers = sum(isinstance(outcome, Answer) for _, outcome in ran.leavers)
-                self._scheduler.ran(ran.segment, answers + len(ran.survivors), answers)
-                self._scheduler.add(ran.survivors, self._clock())
+                self._take_in(ran)
             while not self._stopping:
                 batch = self._scheduler.pick(self._clock())
                 if batch is not None:

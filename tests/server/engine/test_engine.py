@@ -32,6 +32,7 @@ class Spy:
         self.runs: list[tuple[int, int]] = []
         self.lone: list[bool] = []
         self.read: list[bool] = []
+        self.threads: list[threading.Thread] = []
         self.before: Callable[[int], None] = lambda segment: None
         # Ids of which a run that holds one raises, as if the graph could not take it.
         self.refused: set[int] = set()
@@ -39,10 +40,11 @@ class Spy:
     def run(self, segment: int, items: Sequence[Work], *, lone: bool = False, read: bool = True) -> SegmentOutput:
         self.runs.append((segment, len(items)))
         self.lone.append(lone)
+        self.read.append(read)
+        self.threads.append(threading.current_thread())
         self.before(segment)
         if any(self.refused & set(item.ids.tolist()) for item in items):
             raise RuntimeError("out of range")
-        self.read.append(read)
         return self._runner.run(segment, items, lone=lone, read=read)
 
 
@@ -172,6 +174,32 @@ async def test_who_passes_unread_gets_the_same_answer_among_those_who_leave(tiny
         assert (1, 2) in rig.spy.runs
         assert [reading.exit for reading in answered(outcome).readings] == [4]
         np.testing.assert_allclose(answered(outcome).left.logits, answered(alone).left.logits, atol=1e-5)
+
+
+@pytest.mark.parametrize(("milliseconds", "inline"), [(1.0, True), (50.0, False)])
+async def test_a_short_first_run_of_a_text_alone_is_on_the_loops_thread(
+    tiny_bundle: Bundle, milliseconds: float, inline: bool
+) -> None:
+    table = LatencyTable(np.array([1]), np.array([64]), np.full((4, 1, 1), milliseconds / 1000))
+    async with running(tiny_bundle, workers=2, latency=table) as rig:
+        await until(lambda: rig.engine.idle)
+        (outcome,) = await rig.ask("a good film")
+        assert [reading.exit for reading in answered(outcome).readings] == [1, 2, 3, 4]
+        assert rig.spy.runs == [(1, 1), (2, 1), (3, 1), (4, 1)]
+        assert [thread is threading.current_thread() for thread in rig.spy.threads] == [inline, False, False, False]
+        await until(lambda: rig.engine.idle)
+        await rig.ask("a good film", "a dull film", policy=FIRST)
+        assert threading.current_thread() not in rig.spy.threads[4:]
+
+
+async def test_a_text_that_breaks_on_the_loops_thread_fails_alone(tiny_bundle: Bundle) -> None:
+    table = LatencyTable(np.array([1]), np.array([64]), np.full((4, 1, 1), 0.001))
+    async with running(tiny_bundle, latency=table) as rig:
+        await until(lambda: rig.engine.idle)
+        rig.spy.refused = set(tiny_bundle.encoder.encode("bad").ids[1:-1])
+        assert await rig.ask("bad") == [Failure("internal")]
+        assert threading.current_thread() in rig.spy.threads
+        answered((await rig.ask("a good film"))[0])
 
 
 async def test_with_a_deadline_every_exit_is_read(tiny_bundle: Bundle) -> None:
