@@ -37,6 +37,12 @@ INLINE_CHARACTERS = 2_000
 # A run that is predicted to take no longer than this goes on the loop's own thread where nothing else is in work: two
 # wake-ups less, and whoever comes meanwhile waits no longer than for a long text's tokens.
 INLINE_SECONDS = 0.002
+# How old a predicted wait may be when a newcomer is admitted by it.
+PREDICTION_SECONDS = 0.005
+# What waits turn out to be, in units of those predicted, is learned from waits that are long enough to tell.
+WORTH_LEARNING_SECONDS = 0.05
+LEARNING_RATE = 0.02
+MOST_SLOWNESS = 10.0
 # So few requests are never refused because of how long they would wait: a handful of clients that send large batches
 # wants the throughput, and max_queue bounds them.
 FEW_REQUESTS = 32
@@ -133,6 +139,7 @@ class Engine:
         self._arrivals = itertools.count()
         self._admitted = 0
         self._requests = 0
+        self._predicted, self._predicted_at, self._slowness = 0.0, -math.inf, 1.0
         # Admitted, and neither settled nor abandoned: who must be told, should the engine break.
         self._open: set[Item] = set()
         self._accepting = False
@@ -225,11 +232,23 @@ class Engine:
         if self._admitted + texts > self._max_queue:
             with self._work:
                 raise Overloaded("queue_full", self._scheduler.retry_after(self._clock()))
-        if self._requests > FEW_REQUESTS:
+        if self._requests > FEW_REQUESTS and (wait := self._slowness * self._work_ahead()) > self._max_wait:
+            raise Overloaded("wait", max(1, math.ceil(wait)))
+
+    def _work_ahead(self) -> float:
+        """Seconds of runs before a newcomer, as the scheduler predicts them; at most :data:`PREDICTION_SECONDS` old,
+        for under overload predicting anew for everyone who is refused would take a fifth of the loop's time."""
+        now = self._clock()
+        if now - self._predicted_at > PREDICTION_SECONDS:
             with self._work:
-                now = self._clock()
-                if self._scheduler.predicted_wait(now) > self._max_wait:
-                    raise Overloaded("wait", self._scheduler.retry_after(now))
+                self._predicted, self._predicted_at = self._scheduler.predicted_wait(now), now
+        return self._predicted
+
+    def _learn_slowness(self, predicted: float, taken: float) -> None:
+        """A text before which there were ``predicted`` seconds of runs was answered after ``taken``: runs share the
+        CPUs with the loop, and with whoever else there is."""
+        if predicted > WORTH_LEARNING_SECONDS:
+            self._slowness += LEARNING_RATE * (min(taken / predicted, MOST_SLOWNESS) - self._slowness)
 
     async def _submit(
         self,
@@ -276,10 +295,12 @@ class Engine:
             if self._broken:
                 # While these were tokenized; nobody would run them.
                 raise NotRunning
+            predicted = self._work_ahead() if self._requests > FEW_REQUESTS else 0.0
             self._set_out(items, tokenized)
             if deadline is not None:
                 timer = self._loop.call_later(max(0.0, deadline - tokenized), self._expire, items)
             await submission.future
+            self._learn_slowness(predicted, self._clock() - tokenized)
         finally:
             if timer is not None:
                 timer.cancel()

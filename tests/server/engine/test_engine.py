@@ -480,6 +480,30 @@ async def test_many_requests_are_refused_where_they_would_wait_too_long_and_a_fe
         assert len(await rig.ask("a good film")) == 1
 
 
+async def test_where_waits_turn_out_longer_than_predicted_fewer_are_admitted(tiny_bundle: Bundle) -> None:
+    table = LatencyTable(np.array([1]), np.array([64]), np.full((4, 1, 1), 0.003))
+
+    async def admitted(rig: Rig) -> int:
+        gate = Gate(rig, segment=1)
+        asked = []
+        for text in some_texts(300):
+            asked.append(asyncio.ensure_future(rig.ask(text, policy=FIRST)))
+            await asyncio.sleep(0.001)
+        await asyncio.sleep(2.0)
+        gate.open()
+        outcomes = await asyncio.gather(*asked, return_exceptions=True)
+        assert {one.reason for one in outcomes if isinstance(one, Overloaded)} <= {"wait"}
+        return sum(not isinstance(one, Overloaded) for one in outcomes)
+
+    async with running(tiny_bundle, latency=table, max_wait_seconds=0.75, max_batch_texts=1) as rig:
+        for text in some_texts(100):
+            # So that it is known that such texts leave at exit 1.
+            await rig.ask(text, policy=FIRST)
+        first = await admitted(rig)
+        assert 200 < first < 300
+        assert await admitted(rig) < first / 2
+
+
 @pytest.mark.parametrize("broken", ["", "\u0000"])
 async def test_refused_texts_give_their_places_back(tiny_bundle: Bundle, broken: str) -> None:
     async with running(tiny_bundle, max_queue=2) as rig:
