@@ -16,6 +16,7 @@ from server.engine.latency import LatencyTable
 from server.engine.order import ORDERS
 from server.engine.runner import Runner
 from server.metrics import Metrics, ModelMetrics
+from server.promises import Promises
 
 logger = logging.getLogger("offramp")
 
@@ -38,6 +39,10 @@ class ServedModel:
     @property
     def name(self) -> str:
         return self.bundle.manifest.name
+
+    @property
+    def promises(self) -> Promises:
+        return self.metrics.promises
 
     @property
     def calibration(self) -> PrecisionCalibration:
@@ -145,7 +150,7 @@ def _serve(settings: Settings, bundle: Bundle, metrics: Metrics) -> ServedModel:
     _choose_lone_threads(runner, settings, cpus)
     calibration = bundle.calibration.precisions[precision]
     tiers = tuple(sorted({tier.quality for tier in calibration.certified}, reverse=True))
-    observer = metrics.for_model(manifest.name, manifest.architecture, tiers)
+    observer = metrics.for_model(manifest.name, manifest.architecture, tiers, fall_back=settings.shadow_fall_back)
     encoder = bundle.encoder if settings.max_tokens is None else bundle.encoder.limited_to(settings.max_tokens)
     engine = Engine(
         runner=runner,
@@ -160,6 +165,7 @@ def _serve(settings: Settings, bundle: Bundle, metrics: Metrics) -> ServedModel:
         max_batch_texts=settings.max_batch_texts,
         latency=latency,
         order=ORDERS[settings.order],
+        shadow_rate=settings.shadow_rate,
     )
     for quality in (1.0, *tiers):
         shares = calibrated_shares(calibration, quality, exits=len(manifest.architecture.exits))

@@ -5,6 +5,7 @@ Every app has a registry of its own, so several apps can live in one process. Se
 """
 
 import functools
+import logging
 from collections.abc import Callable, Sequence
 
 import prometheus_client
@@ -13,6 +14,9 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 from models.architecture import Architecture
 from models.exits import CRITERIA, Reason
 from server.engine.request import Answer, Failure
+from server.promises import Promises
+
+logger = logging.getLogger("offramp")
 
 # Seconds. From 0.25 ms, doubling; early exits answer in the first few buckets.
 SECONDS = (
@@ -81,9 +85,19 @@ class Metrics:
         self.nonfinite = counter("nonfinite_total", "Texts failed because a logit was NaN or infinite", "model")
         self.shadow = counter(
             "shadow_total",
-            "Early answers also run to the last exit; 0 while there is no shadow sampling",
+            "Early answers that were run on to the last exit afterwards, and whether it agrees",
             "model",
+            "tier",
             "agrees",
+        )
+        self.promise_evidence = gauge(
+            "promise_evidence",
+            "Evidence of the shadow checks against a tier's promise: 1 is none, 20 means broken",
+            "model",
+            "tier",
+        )
+        self.lowered = counter(
+            "lowered_total", "Texts answered below the quality they asked for, with consent", "model", "tier"
         )
         self.tier = counter("tier_total", "Texts answered, by the certified tier of the answer", "model", "tier")
         self.tier_exits = counter(
@@ -118,9 +132,12 @@ class Metrics:
     def _duration_series(self, model: str, route: str) -> Histogram:
         return self.request_seconds.labels(model, route)
 
-    def for_model(self, model: str, architecture: Architecture, tiers: tuple[float, ...]) -> "ModelMetrics":
-        """The metrics of one model; ``tiers`` are its certified qualities."""
-        return ModelMetrics(self, model, architecture, tiers)
+    def for_model(
+        self, model: str, architecture: Architecture, tiers: tuple[float, ...], *, fall_back: bool = False
+    ) -> "ModelMetrics":
+        """The metrics of one model; ``tiers`` are its certified qualities, served at full depth once they are found
+        broken where ``fall_back`` says so."""
+        return ModelMetrics(self, model, architecture, tiers, fall_back)
 
     def create_route(self, route: str, codes: tuple[int, ...] = (200,), model: str = "") -> None:
         """Creates the request series of a route, so that they are there before the first request."""
@@ -132,7 +149,9 @@ class Metrics:
 class ModelMetrics:
     """One model's series, looked up once. It is the engine's observer."""
 
-    def __init__(self, metrics: Metrics, model: str, architecture: Architecture, tiers: tuple[float, ...]) -> None:
+    def __init__(
+        self, metrics: Metrics, model: str, architecture: Architecture, tiers: tuple[float, ...], fall_back: bool
+    ) -> None:
         self._layers = {spec.number: spec.after_layer for spec in architecture.exits}
         self._num_layers = architecture.num_layers
         self._metrics = metrics
@@ -164,8 +183,16 @@ class ModelMetrics:
         }
         self._tiers = {tier: metrics.tier.labels(model, tier_label(tier)) for tier in (None, 1.0, *tiers)}
         self._rejected = {reason: metrics.rejected.labels(model, reason) for reason in REJECTIONS}
-        for agrees in ("true", "false"):
-            metrics.shadow.labels(model, agrees)
+        self._shadow = {
+            (tier, agrees): metrics.shadow.labels(model, tier_label(tier), str(agrees).lower())
+            for tier in tiers
+            for agrees in (True, False)
+        }
+        self._evidence = {tier: metrics.promise_evidence.labels(model, tier_label(tier)) for tier in tiers}
+        for gauge in self._evidence.values():
+            gauge.set(1.0)
+        self._lowered = {tier: metrics.lowered.labels(model, tier_label(tier)) for tier in (None, *tiers)}
+        self.promises = Promises(tiers, fall_back=fall_back)
         for route in CLASSIFY_ROUTES:
             metrics.create_route(route, CLASSIFY_CODES, model)
 
@@ -197,6 +224,20 @@ class ModelMetrics:
 
     def cancelled(self) -> None:
         self._cancelled.inc()
+
+    def checked(self, tier: float, agrees: bool) -> None:
+        """A shadow check of an answer under ``tier``."""
+        self._shadow[tier, agrees].inc()
+        known = self.promises.broken(tier)
+        self._evidence[tier].set(self.promises.record(tier, agrees))
+        if self.promises.broken(tier) and not known:
+            logger.warning(
+                "%s: quality %g is not kept here: too many shadow checks disagree with the last exit", self._model, tier
+            )
+
+    def lowered(self, tier: float | None, texts: int) -> None:
+        """Texts were answered under ``tier``, below the quality that they asked for."""
+        self._lowered[tier].inc(texts)
 
     def tokenized(self, seconds: float) -> None:
         self._tokenize.observe(seconds)

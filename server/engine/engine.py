@@ -10,6 +10,7 @@ import asyncio
 import itertools
 import logging
 import math
+import random
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -19,11 +20,11 @@ from typing import Any, Literal, Protocol
 
 import numpy as np
 
-from models.exits import Policy, Reason, agree, decide, judge
+from models.exits import CRITERIA, Policy, Reason, agree, decide, full_depth, judge
 from models.tokenization import Encoded, TextEncoder
 from server.engine.latency import LatencyTable
 from server.engine.order import Order, oldest
-from server.engine.request import Answer, Batch, Failure, Item, Outcome, Reading, Submission, Text
+from server.engine.request import Answer, Batch, Check, Failure, Item, Outcome, Reading, Submission, Text
 from server.engine.runner import SegmentOutput, SegmentRunner
 from server.engine.scheduler import Scheduler
 
@@ -37,6 +38,12 @@ INLINE_CHARACTERS = 2_000
 # A run that is predicted to take no longer than this goes on the loop's own thread where nothing else is in work: two
 # wake-ups less, and whoever comes meanwhile waits no longer than for a long text's tokens.
 INLINE_SECONDS = 0.002
+# Checks in work at once; beyond it answers go unchecked. Checks wait for everybody else, and must not become work that
+# newcomers are refused for.
+MOST_CHECKS = 8
+LAST_ARRIVAL = 1 << 62
+# Shares of the longest wait between which the load lowers depth where a request consents.
+LOWER_FROM, LOWEST_FROM = 0.1, 0.6
 # How old a predicted wait may be when a newcomer is admitted by it.
 PREDICTION_SECONDS = 0.005
 # What waits turn out to be, in units of those predicted, is learned from waits that are long enough to tell.
@@ -91,6 +98,7 @@ class Observer(Protocol):
     def answered(self, answer: Answer) -> None: ...
     def failed(self, failure: Failure) -> None: ...
     def cancelled(self) -> None: ...
+    def checked(self, tier: float, agrees: bool) -> None: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,10 +127,12 @@ class Engine:
         max_batch_texts: int,
         latency: LatencyTable | None = None,
         order: Order = oldest,
+        shadow_rate: float = 0.0,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """Temperatures have one entry per exit; ``max_queue`` bounds the texts admitted and not yet settled, and
-        ``max_wait_seconds`` how long a newcomer may expect to wait.
+        ``max_wait_seconds`` how long a newcomer may expect to wait. ``shadow_rate`` is the share of the early answers
+        under a certified quality that run on to the last exit after they have been given.
 
         Without a ``latency`` table nobody is refused for a wait, or for being late before it is tried.
         """
@@ -137,6 +147,10 @@ class Engine:
         self._max_wait = max_wait_seconds
         self._clock = clock
         self._arrivals = itertools.count()
+        # Behind everybody who is waited for.
+        self._check_arrivals = itertools.count(LAST_ARRIVAL)
+        self._shadow_rate = shadow_rate
+        self._checks = 0
         self._admitted = 0
         self._requests = 0
         self._predicted, self._predicted_at, self._slowness = 0.0, -math.inf, 1.0
@@ -206,12 +220,14 @@ class Engine:
         truncate: bool = True,
         deadline_seconds: float | None = None,
         every_reading: bool = True,
+        tier: float | None = None,
     ) -> Submitted:
         """Classifies ``texts``, each under the policy at its place, and returns an outcome for each.
 
         At ``deadline_seconds`` from now, texts still on their way are answered from their latest exit, or fail where
         they have passed none. Without ``every_reading`` exits at which a text may not leave anyway are not read, which
-        saves their rows; with a deadline they are. Cancelling this coroutine abandons the texts: they are dropped
+        saves their rows; with a deadline they are. ``tier`` is the certified quality that the policies stand for; it
+        makes the texts candidates for shadow checks. Cancelling this coroutine abandons the texts: they are dropped
         before their next segment.
 
         Raises :class:`Overloaded`, :class:`NotRunning`, :class:`TooLong` (only without ``truncate``) or
@@ -223,7 +239,7 @@ class Engine:
         self.check_room(len(texts))
         self._requests += 1
         try:
-            return await self._submit(texts, policies, truncate, deadline_seconds, every_reading, started)
+            return await self._submit(texts, policies, truncate, deadline_seconds, every_reading, tier, started)
         finally:
             self._requests -= 1
 
@@ -244,6 +260,12 @@ class Engine:
                 self._predicted, self._predicted_at = self._scheduler.predicted_wait(now), now
         return self._predicted
 
+    def pressure(self) -> float:
+        """The load, from 0 to 1: where the wait that a newcomer may expect lies between a tenth of what it may be and
+        six tenths."""
+        share = self._slowness * self._work_ahead() / self._max_wait
+        return min(1.0, max(0.0, (share - LOWER_FROM) / (LOWEST_FROM - LOWER_FROM)))
+
     def _learn_slowness(self, predicted: float, taken: float) -> None:
         """A text before which there were ``predicted`` seconds of runs was answered after ``taken``: runs share the
         CPUs with the loop, and with whoever else there is."""
@@ -257,6 +279,7 @@ class Engine:
         truncate: bool,
         deadline_seconds: float | None,
         every_reading: bool,
+        tier: float | None,
         started: float,
     ) -> Submitted:
         self._admit(len(texts))
@@ -281,6 +304,7 @@ class Engine:
                     index=index,
                     deadline=deadline,
                     every_reading=every_reading or deadline is not None,
+                    audit_tier=tier if random.random() < self._shadow_rate else None,
                 )
                 for index, (one, policy) in enumerate(zip(encoded, policies, strict=True))
             ]
@@ -366,18 +390,48 @@ class Engine:
         fresh = [(item, outcome) for item, outcome in outcomes if not item.done]
         for item, outcome in fresh:
             self._finish(item)
-            item.submission.settle(item.index, outcome)
+            if item.submission is not None:
+                item.submission.settle(item.index, outcome)
         # Only now: whatever an observer raises, every text has its outcome.
-        for _, outcome in fresh:
-            if isinstance(outcome, Answer):
+        for item, outcome in fresh:
+            if item.check is not None:
+                if isinstance(outcome, Answer):
+                    self._observer.checked(item.check.tier, outcome.left.label == item.check.label)
+            elif isinstance(outcome, Answer):
                 self._observer.answered(outcome)
+                self._shadow(item, outcome)
             else:
                 self._observer.failed(outcome)
 
     def _finish(self, item: Item) -> None:
         item.done = True
+        if item.check is not None:
+            self._checks -= 1
+            return
         self._open.discard(item)
         self._release(1)
+
+    def _shadow(self, item: Item, answer: Answer) -> None:
+        """Sends a text that has left early on to the last exit, if it is to be checked and there is room."""
+        if item.audit_tier is None or answer.reason not in CRITERIA or self._checks >= MOST_CHECKS or self._stopping:
+            return
+        self._checks += 1
+        follower = replace(
+            item,
+            arrival=next(self._check_arrivals),
+            policy=full_depth(self._last_exit),
+            submission=None,
+            deadline=None,
+            every_reading=False,
+            audit_tier=None,
+            check=Check(item.audit_tier, answer.left.label),
+            readings=[],
+            queued=False,
+            done=False,
+        )
+        with self._work:
+            self._scheduler.add([follower], self._clock())
+            self._work.notify()
 
     def _break(self) -> None:
         """Nothing can be relied on any more: accepts nothing, and fails what waits or runs, so that nobody hangs."""
@@ -484,7 +538,11 @@ class Engine:
         reasons = decide(verdict, streaks, [item.policy for item in items], segment, self._last_exit)
         # Who passes does not even look at scores that are not finite, and does the same in any company.
         staying = [row for row, reason in enumerate(reasons) if reason is None and (finite[row] or not reading[row])]
-        states = dict(zip(staying, output.carry(staying), strict=True))
+        audited = [
+            row for row, reason in enumerate(reasons) if reason in CRITERIA and items[row].audit_tier is not None
+        ]
+        carried = sorted({*staying, *audited})
+        states = dict(zip(carried, output.carry(carried), strict=True))
         # Nothing below raises: a text that is run again after a failure must not have half a run behind it.
         leavers: list[tuple[Item, Outcome]] = []
         for row, (item, reason) in enumerate(zip(items, reasons, strict=True)):
@@ -507,11 +565,12 @@ class Engine:
                     agreement=agreements[row],
                 )
             )
+            if row in states:
+                item.segment, item.state = segment + 1, states[row]
             if reason is not None:
                 leavers.append((item, item.answer(reason)))
             else:
                 item.previous_label, item.streak = labels[row], streaks[row]
-                item.segment, item.state = segment + 1, states[row]
         self._observe(segment, len(items), seconds)
         return _Ran(segment, leavers, [items[row] for row in staying])
 

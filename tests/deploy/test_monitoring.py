@@ -86,7 +86,7 @@ class Prometheus:
 
 @pytest.fixture(scope="module")
 def server(tiny_bundle: Bundle) -> Iterator[Process]:
-    with process(tiny_bundle) as running:
+    with process(tiny_bundle, shadow_rate=1) as running:
         yield running
 
 

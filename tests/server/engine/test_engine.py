@@ -11,7 +11,7 @@ import pytest
 
 from models.bundle import Bundle
 from models.exits import Policy, full_depth
-from server.engine.engine import FEW_REQUESTS, Engine, NoTokens, NotRunning, Overloaded, TooLong
+from server.engine.engine import FEW_REQUESTS, MOST_CHECKS, Engine, NoTokens, NotRunning, Overloaded, TooLong
 from server.engine.latency import LatencyTable, Measurement
 from server.engine.request import Answer, Failure, Outcome, Text
 from server.engine.runner import Runner, SegmentOutput, Work
@@ -54,6 +54,8 @@ class Tally:
     def __init__(self) -> None:
         self.answers: list[Answer] = []
         self.failures: list[Failure] = []
+        self.checks: list[tuple[float, bool]] = []
+        self.answers_before_check: list[int] = []
         self.cancellations = 0
 
     def segment_ran(self, segment: int, texts: int, seconds: float) -> None:
@@ -67,6 +69,10 @@ class Tally:
 
     def cancelled(self) -> None:
         self.cancellations += 1
+
+    def checked(self, tier: float, agrees: bool) -> None:
+        self.checks.append((tier, agrees))
+        self.answers_before_check.append(len(self.answers))
 
 
 class Rig:
@@ -206,6 +212,61 @@ async def test_with_a_deadline_every_exit_is_read(tiny_bundle: Bundle) -> None:
     async with running(tiny_bundle) as rig:
         (outcome,) = await rig.ask("a good film", every_reading=False, deadline_seconds=60)
         assert [reading.exit for reading in answered(outcome).readings] == [1, 2, 3, 4]
+
+
+async def test_a_sampled_early_answer_runs_on_to_the_last_exit_once_it_is_given(tiny_bundle: Bundle) -> None:
+    texts = some_texts(6)
+    async with running(tiny_bundle, shadow_rate=1.0) as rig:
+        full = [answered(outcome).left.label for outcome in await rig.ask(*texts)]
+        early = []
+        for text in texts:
+            gate = Gate(rig, segment=2)
+            early.append(answered((await rig.ask(text, policy=FIRST, tier=0.97))[0]).left)
+            gate.open()
+        assert {reading.exit for reading in early} == {1}
+        await until(lambda: len(rig.tally.checks) == 6)
+        expected = [(0.97, one.label == last) for one, last in zip(early, full, strict=True)]
+        assert sorted(rig.tally.checks) == sorted(expected)
+        # They are nobody's answers.
+        assert len(rig.tally.answers) == 12
+
+
+async def test_only_early_answers_under_a_tier_are_checked_and_only_a_few_at_once(tiny_bundle: Bundle) -> None:
+    async with running(tiny_bundle, shadow_rate=1.0) as rig:
+        await rig.ask(*some_texts(5), policy=FIRST)
+        await rig.ask(*some_texts(5), tier=0.97)
+        await rig.ask(*some_texts(5), policy=Policy("confidence", 1.0, max_exit=1), tier=0.97)
+        gate = Gate(rig, segment=2)
+        await rig.ask(*some_texts(30), policy=FIRST, tier=0.97)
+        gate.open()
+        await until(lambda: len(rig.tally.checks) == MOST_CHECKS)
+        await rig.ask(*some_texts(3))
+        assert len(rig.tally.checks) == MOST_CHECKS
+
+
+async def test_checks_wait_for_everybody_who_waits_for_an_answer(tiny_bundle: Bundle) -> None:
+    async with running(tiny_bundle, shadow_rate=1.0, max_batch_texts=1) as rig:
+        gate = Gate(rig, segment=1)
+        early = asyncio.ensure_future(rig.ask("a good film", policy=FIRST, tier=0.97))
+        await gate.entered()
+        others = asyncio.ensure_future(rig.ask(*some_texts(5)))
+        await asyncio.sleep(0)
+        gate.open()
+        await asyncio.gather(early, others)
+        await until(lambda: len(rig.tally.checks) == 1)
+        assert rig.tally.answers_before_check == [6]
+
+
+async def test_closing_does_not_wait_for_checks(tiny_bundle: Bundle) -> None:
+    rig = Rig(tiny_bundle, shadow_rate=1.0)
+    await rig.engine.start()
+    gate = Gate(rig, segment=2)
+    await rig.ask("a good film", policy=FIRST, tier=0.97)
+    await gate.entered()
+    closing = asyncio.ensure_future(rig.engine.close())
+    gate.open()
+    await closing
+    assert not rig.engine.healthy
 
 
 async def test_a_batch_compacts_at_each_exit(tiny_bundle: Bundle) -> None:
