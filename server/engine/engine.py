@@ -450,6 +450,7 @@ class Engine:
                     confidence=confidences[row],
                     entropy=entropies[row],
                     agreement=agreements[row],
+                    seconds=seconds,
                 )
             )
             if reason is not None:
