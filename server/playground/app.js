@@ -200,6 +200,7 @@ function legend(tier) {
   return [
     lines && `The lines on a gauge stand at ${lines}: each step is ten times surer.`,
     tier && "The mark is what the chosen quality needs.",
+    "At the foot stand the work until there, in layers, and the time that the last stretch took.",
   ]
     .filter(Boolean)
     .join(" ");

@@ -79,10 +79,9 @@ function boards(reading, tier, streak, taken, last) {
       ),
     );
   }
-  const facts = [`${short(reading.cost)} layers of work`];
-  if (reading.inference_ms !== undefined) facts.push(milliseconds(reading.inference_ms));
   parts.push(el("p", { class: "verdict" }, taken ? "leaves here" : verdict(tier)));
-  parts.push(el("p", { class: "facts" }, facts.join(", ")));
+  const work = el("span", {}, `${short(reading.cost)} layers`);
+  parts.push(el("p", { class: "facts" }, work, el("span", {}, milliseconds(reading.inference_ms))));
   return parts;
 }
 
