@@ -15,28 +15,31 @@ const MINUTE_MS = 60_000;
 export function watch(section, note, numbers, choice) {
   const snapshots = [];
   let visible = false;
-  let timer = null;
+  let elsewhere = false;
+  let watching = false;
+
+  async function wake() {
+    if (watching) return;
+    watching = true;
+    while (visible && !document.hidden && !elsewhere) {
+      await poll();
+      await new Promise((resolve) => setTimeout(resolve, EVERY_MS));
+    }
+    watching = false;
+  }
 
   async function poll() {
-    timer = null;
-    if (!visible || document.hidden) return;
     try {
       snapshots.push({ at: performance.now(), samples: parse(await read("metrics")) });
       while (snapshots.length > 2 && snapshots[1].at < snapshots.at(-1).at - MINUTE_MS) snapshots.shift();
       draw();
     } catch (problem) {
-      note.textContent =
-        problem.status === 404
-          ? "This server publishes its metrics on a port of its own, which this page cannot read."
-          : `No metrics: ${problem.message}. Trying again.`;
+      elsewhere = problem.status === 404;
+      note.textContent = elsewhere
+        ? "This server publishes its metrics on a port of its own, which this page cannot read."
+        : `No metrics: ${problem.message}. Trying again.`;
       numbers.replaceChildren();
-      if (problem.status === 404) return;
     }
-    timer = setTimeout(poll, EVERY_MS);
-  }
-
-  function wake() {
-    if (timer === null) poll();
   }
 
   function draw() {
@@ -55,7 +58,7 @@ export function watch(section, note, numbers, choice) {
 
   new IntersectionObserver(([entry]) => {
     visible = entry.isIntersecting;
-    if (visible) wake();
+    wake();
   }).observe(section);
   document.addEventListener("visibilitychange", wake);
   return draw;
