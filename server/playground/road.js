@@ -8,18 +8,18 @@ const MOST_LABELS = 3;
 const MOST_ABREAST = 6;
 
 /**
- * Draws the way of `result` (an answer with `explain`, null where there is none yet) past the exits of `model` into
- * `list`. `tier` is the certified tier that was asked for, null for full depth.
+ * Draws the way of `result`, an answer with `explain` (so that it has a reading for every exit up to the one taken), past
+ * the exits of `model` into `list`. `tier` is the certified tier that was asked for, null for full depth.
  */
 export function drawRoad(list, model, tier, result) {
-  const passed = result?.exits ?? [];
-  const streaks = streaksOf(passed);
+  const readings = result.exits;
+  const streaks = streaksOf(readings);
   list.parentElement.classList.toggle("abreast", model.exits.length <= MOST_ABREAST);
   list.style.setProperty("--exits", model.exits.length);
   list.replaceChildren(
     ...model.exits.map((exit, index) => {
-      const reading = passed[index];
-      const taken = reading !== undefined && index === passed.length - 1;
+      const reading = readings[index];
+      const taken = reading !== undefined && index === readings.length - 1;
       const state = reading === undefined ? "ahead" : taken ? "taken" : "passed";
       const layers = layersBefore(model, index);
       return el(
@@ -32,7 +32,7 @@ export function drawRoad(list, model, tier, result) {
           el("h3", {}, `Exit ${exit.number}`),
           el("p", { class: "where" }, exit.after_layer === 0 ? "before layer 1" : `after layer ${exit.after_layer}`),
           ...(reading === undefined
-            ? [el("p", { class: "verdict" }, result ? "not needed" : "")]
+            ? [el("p", { class: "verdict" }, "not needed")]
             : boards(reading, tier, streaks[index], taken, index === model.exits.length - 1)),
         ),
       );
@@ -60,6 +60,7 @@ function labelBars(scores) {
   );
 }
 
+/** What a sign says of an exit that was read: its labels, how sure it was, what it decided, and what it cost. */
 function boards(reading, tier, streak, taken, last) {
   const { name, value, needs, at, mark } = sureness(reading, tier, streak);
   const parts = [labelBars(reading.scores)];
