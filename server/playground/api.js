@@ -69,7 +69,7 @@ async function send(path, { body, signal }) {
 }
 
 /** `tokenize;dur=0.3, queue;dur=0.1` as `{tokenize: 0.3, queue: 0.1}`. */
-export function timingOf(header) {
+function timingOf(header) {
   return Object.fromEntries([...header.matchAll(/([\w-]+);dur=([\d.]+)/g)].map(([, name, ms]) => [name, Number(ms)]));
 }
 

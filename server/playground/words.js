@@ -121,4 +121,4 @@ export function spoken(result, tier) {
 }
 
 /** `6 of 6 layers saved`. */
-export const saved = (exit) => `${exit.of - exit.layer} of ${counted(exit.of, "layer")} saved`;
+const saved = (exit) => `${exit.of - exit.layer} of ${counted(exit.of, "layer")} saved`;
