@@ -54,7 +54,7 @@ class Asset:
 
 
 def load_assets(folder: Path = FOLDER) -> Mapping[str, Asset]:
-    """The files of ``folder`` by name; they stay in memory, 130 kB in all."""
+    """The files of ``folder`` by name; they stay in memory, about 100 kB in all."""
     assets = {}
     for path in sorted(folder.iterdir()):
         content = path.read_bytes()
