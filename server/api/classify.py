@@ -194,6 +194,7 @@ def _result(model: ServedModel, request: ClassifyRequest, depth: Depth, answer: 
                 "confidence": reading.confidence,
                 "entropy": reading.entropy,
                 "agreement": reading.agreement,
+                "inference_ms": round(reading.seconds * 1000, 3),
             }
             for reading in answer.readings
         ]

@@ -184,6 +184,9 @@ class PassedExit(Strict):
     confidence: float
     entropy: float
     agreement: float
+    inference_ms: float = Field(
+        description="milliseconds of the run that led from the exit before to this one, other texts in it included"
+    )
 
 
 class Result(Strict):

@@ -563,6 +563,7 @@ class Engine:
                     confidence=confidences[row],
                     entropy=entropies[row],
                     agreement=agreements[row],
+                    seconds=seconds,
                 )
             )
             if row in states:

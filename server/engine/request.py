@@ -25,7 +25,8 @@ class Text:
 @dataclass(frozen=True, slots=True)
 class Reading:
     """What one exit said of one text: ``logits [K]``, ``probabilities [K]`` after the exit's temperature, the index of
-    the label, the largest probability, the normalised entropy, and the estimated chance that the last exit agrees."""
+    the label, the largest probability, the normalised entropy, the estimated chance that the last exit agrees, and the
+    ``seconds`` of the segment's run (all texts of its micro-batch together)."""
 
     exit: int
     logits: Floats
@@ -34,6 +35,7 @@ class Reading:
     confidence: float
     entropy: float
     agreement: float
+    seconds: float
 
 
 @dataclass(frozen=True, slots=True)

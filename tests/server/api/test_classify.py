@@ -198,6 +198,15 @@ async def test_the_timing_header_has_three_parts_in_milliseconds(served: Served)
     assert all(float(value) >= 0 for value in parts.values())
 
 
+async def test_the_times_of_the_exits_passed_add_up_to_the_inference(served: Served) -> None:
+    response = await served.classify("a good film", quality=1.0, explain=True)
+    times = [passed["inference_ms"] for passed in response.json()["results"][0]["exits"]]
+    assert len(times) == 4
+    assert all(time > 0 for time in times)
+    inference = float(response.headers["server-timing"].rpartition("=")[2])
+    assert sum(times) == pytest.approx(inference, abs=0.01)
+
+
 async def test_models_are_chosen_by_name(served: Served) -> None:
     response = await served.classify("a film", model="tiny")
     assert response.json()["model"] == "tiny"
