@@ -20,6 +20,7 @@ from server.engine.latency import LatencyTable
 from server.engine.order import ORDERS
 from server.engine.runner import Runner, SegmentOutput, SegmentRunner, Work
 from server.metrics import Metrics, ModelMetrics
+from server.promises import Promises
 
 logger = logging.getLogger("offramp")
 
@@ -94,6 +95,10 @@ class ServedModel:
     @property
     def version(self) -> str:
         return self.bundle.manifest.version
+
+    @property
+    def promises(self) -> Promises:
+        return self.metrics.promises
 
     @property
     def calibration(self) -> PrecisionCalibration:
@@ -311,7 +316,7 @@ def _open(
         _choose_lone_threads(runner, settings, cpus)
     calibration = bundle.calibration.precisions[precision]
     tiers = _tiers(calibration)
-    observer = metrics.for_model(manifest.name, manifest.architecture, tiers)
+    observer = metrics.for_model(manifest.name, manifest.architecture, tiers, fall_back=settings.shadow_fall_back)
     encoder = bundle.encoder if settings.max_tokens is None else bundle.encoder.limited_to(settings.max_tokens)
     engine = Engine(
         runner=runner if turns is None or not on_cpu else _InTurn(runner, turns),
@@ -326,6 +331,7 @@ def _open(
         max_batch_texts=settings.max_batch_texts,
         latency=latency,
         order=ORDERS[settings.order],
+        shadow_rate=settings.shadow_rate,
     )
     if settings.default_quality < 1.0 and not any(tier >= settings.default_quality for tier in tiers):
         names = ", ".join(f"{tier:g}" for tier in tiers) or "none"
@@ -384,8 +390,19 @@ class _InTurn:
     turns: Turns
 
     def run(self, segment: int, items: Sequence[Work], *, lone: bool = False, read: bool = True) -> SegmentOutput:
+        if _on_event_loop():
+            # Where an engine runs what is shorter than a wake-up: it would hold up everybody by waiting.
+            return self.runner.run(segment, items, read=read)
         with self.turns.turn() as nobody_else:
             return self.runner.run(segment, items, lone=lone and nobody_else, read=read)
+
+
+def _on_event_loop() -> bool:
+    try:
+        asyncio.get_running_loop()
+    except RuntimeError:
+        return False
+    return True
 
 
 def _measure(runner: Runner, budget: int, settings: Settings, name: str) -> LatencyTable | None:

@@ -118,6 +118,18 @@ class Settings(BaseSettings):
         description="predicted seconds of work before a newcomer, per model; beyond it, and with more than 32 requests "
         "in work, requests get 429 (needs measure_seconds)",
     )
+    shadow_rate: float = Field(
+        default=0.005,
+        ge=0,
+        le=1,
+        allow_inf_nan=False,
+        description="share of the early answers under a certified quality that run on to the last exit afterwards, "
+        "behind all other work, to see whether it agrees",
+    )
+    shadow_fall_back: bool = Field(
+        default=False,
+        description="serve a certified quality at full depth once shadow checks say that its promise is broken",
+    )
     max_inputs: int = Field(default=128, ge=1, le=MOST_INPUTS, description="texts of one request; beyond it 413")
     max_body_bytes: int = Field(default=2 * 1024 * 1024, ge=1024, description="bytes of a request body; beyond it 413")
     max_characters: int = Field(

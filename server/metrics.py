@@ -5,6 +5,7 @@ Every app has a registry of its own, so several apps can live in one process. Se
 """
 
 import functools
+import logging
 import os
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -20,6 +21,9 @@ from prometheus_client.registry import Collector
 from models.architecture import Architecture
 from models.exits import CRITERIA, Reason
 from server.engine.request import Answer, Failure
+from server.promises import Promises
+
+logger = logging.getLogger("offramp")
 
 # Seconds. From 0.25 ms, doubling; early exits answer in the first few buckets.
 SECONDS = (
@@ -114,9 +118,20 @@ class Metrics:
         self.nonfinite = counter("nonfinite_total", "Texts failed because a logit was NaN or infinite", "model")
         self.shadow = counter(
             "shadow_total",
-            "Early answers also run to the last exit; 0 while there is no shadow sampling",
+            "Early answers that were run on to the last exit afterwards, and whether it agrees",
             "model",
+            "tier",
             "agrees",
+        )
+        self.promise_evidence = gauge(
+            "promise_evidence",
+            "Evidence of the shadow checks against a tier's promise: 1 is none, 20 means broken",
+            "livemax",
+            "model",
+            "tier",
+        )
+        self.lowered = counter(
+            "lowered_total", "Texts answered below the quality they asked for, with consent", "model", "tier"
         )
         self.tier = counter("tier_total", "Texts answered, by the certified tier of the answer", "model", "tier")
         self.tier_exits = counter(
@@ -167,9 +182,12 @@ class Metrics:
     def _duration_series(self, model: str, route: str) -> Histogram:
         return self.request_seconds.labels(model, route)
 
-    def for_model(self, model: str, architecture: Architecture, tiers: tuple[float, ...]) -> "ModelMetrics":
-        """The metrics of one model; ``tiers`` are its certified qualities."""
-        return ModelMetrics(self, model, architecture, tiers)
+    def for_model(
+        self, model: str, architecture: Architecture, tiers: tuple[float, ...], *, fall_back: bool = False
+    ) -> "ModelMetrics":
+        """The metrics of one model; ``tiers`` are its certified qualities, served at full depth once they are found
+        broken where ``fall_back`` says so."""
+        return ModelMetrics(self, model, architecture, tiers, fall_back)
 
     def read(self, gauge: Gauge, function: Callable[[], float]) -> None:
         """From here on ``gauge`` is what ``function`` says: at every scrape, or of several processes every second."""
@@ -258,7 +276,9 @@ class ModelMetrics:
     Counters go on from version to version; gauges are a version's own, from :meth:`show` to :meth:`hide`.
     """
 
-    def __init__(self, metrics: Metrics, model: str, architecture: Architecture, tiers: tuple[float, ...]) -> None:
+    def __init__(
+        self, metrics: Metrics, model: str, architecture: Architecture, tiers: tuple[float, ...], fall_back: bool
+    ) -> None:
         self._layers = {spec.number: spec.after_layer for spec in architecture.exits}
         self._num_layers = architecture.num_layers
         self._metrics = metrics
@@ -292,8 +312,14 @@ class ModelMetrics:
         self._rejected = {reason: metrics.rejected.labels(model, reason) for reason in REJECTIONS}
         self._reloads = {outcome: metrics.reloads.labels(model, outcome) for outcome in RELOADS}
         self._shown: list[tuple[Gauge, tuple[str, ...]]] = []
-        for agrees in ("true", "false"):
-            metrics.shadow.labels(model, agrees)
+        self._shadow = {
+            (tier, agrees): metrics.shadow.labels(model, tier_label(tier), str(agrees).lower())
+            for tier in tiers
+            for agrees in (True, False)
+        }
+        self._evidence: dict[float, Gauge] = {}
+        self._lowered = {tier: metrics.lowered.labels(model, tier_label(tier)) for tier in (None, *tiers)}
+        self.promises = Promises(tiers, fall_back=fall_back)
         for route in CLASSIFY_ROUTES:
             metrics.create_route(route, CLASSIFY_CODES, model)
 
@@ -303,6 +329,9 @@ class ModelMetrics:
         for tier, of_exits in shares.items():
             for number, share in zip(self._layers, of_exits, strict=True):
                 self._gauge(self._metrics.calibrated_share, tier_label(tier), str(number)).set(share)
+        for tier in {tier for tier, _ in self._shadow}:
+            self._evidence[tier] = self._gauge(self._metrics.promise_evidence, tier_label(tier))
+            self._evidence[tier].set(1.0)
         for segment in self._layers:
             self._metrics.read(self._gauge(self._metrics.queue_depth, str(segment)), functools.partial(depth, segment))
         self._gauge(self._metrics.model_info, *info).set(1)
@@ -312,6 +341,7 @@ class ModelMetrics:
         for gauge, labels in self._shown:
             self._metrics.remove(gauge, labels)
         self._shown.clear()
+        self._evidence.clear()
 
     def _gauge(self, gauge: Gauge, *labels: str) -> Gauge:
         self._shown.append((gauge, (self._model, *labels)))
@@ -342,6 +372,23 @@ class ModelMetrics:
 
     def cancelled(self) -> None:
         self._cancelled.inc()
+
+    def checked(self, tier: float, agrees: bool) -> None:
+        """A shadow check of an answer under ``tier``."""
+        self._shadow[tier, agrees].inc()
+        known = self.promises.broken(tier)
+        evidence = self.promises.record(tier, agrees)
+        if tier in self._evidence:
+            # A version that another has replaced still finishes its checks.
+            self._evidence[tier].set(evidence)
+        if self.promises.broken(tier) and not known:
+            logger.warning(
+                "%s: quality %g is not kept here: too many shadow checks disagree with the last exit", self._model, tier
+            )
+
+    def lowered(self, tier: float | None, texts: int) -> None:
+        """Texts were answered under ``tier``, below the quality that they asked for."""
+        self._lowered[tier].inc(texts)
 
     def tokenized(self, seconds: float) -> None:
         self._tokenize.observe(seconds)

@@ -21,7 +21,7 @@ from typing import Any
 import numpy as np
 
 from benchmarks.peers.process import status_number
-from models.bundle import Bundle, segment_io, state_names
+from models.bundle import READ, Bundle, segment_io, state_names
 from models.exits import Policy, agree, decide, full_depth, judge
 from server.api.depth import choose_depth
 from server.api.schemas import ClassifyRequest
@@ -57,7 +57,12 @@ def through_segments(bundle: Bundle, sessions: Sequence[Any], policy: Policy) ->
         previous, streak = np.array([-1]), np.array([0])
         for number, session in enumerate(sessions, start=1):
             inputs, outputs = names[number - 1]
-            logits, *left = session.run(list(outputs), {name: state[name] for name in inputs})
+            feeds = {name: state[name] for name in inputs}
+            if not policy.reads(number, len(sessions)) and takes(session, READ):
+                _, *left = session.run(list(outputs), feeds | {READ: np.array(False)})
+                state = {"attention_mask": mask, **dict(zip(states[number - 1], left, strict=True))}
+                continue
+            logits, *left = session.run(list(outputs), feeds)
             verdict = judge(logits, *temperatures[number - 1])
             streak = agree(verdict.labels, previous, streak)
             if decide(verdict, streak, [policy], number, len(sessions))[0]:
@@ -67,6 +72,11 @@ def through_segments(bundle: Bundle, sessions: Sequence[Any], policy: Policy) ->
         return labels[int(verdict.labels[0])]
 
     return classify
+
+
+def takes(session: Any, name: str) -> bool:
+    """Whether the graph has the optional input ``name``."""
+    return any(node.name == name for node in session.get_overridable_initializers())
 
 
 def through_whole(bundle: Bundle, session: Any) -> Classify:

@@ -188,6 +188,30 @@ ROWS: dict[str, tuple[Plot, ...]] = {
             "stack",
         ),
     ),
+    "Promises": (
+        Plot(
+            "Early answers that the last exit agrees with",
+            "Of those that shadow checks ran on to the last exit. Few checks an hour make a rough line.",
+            (
+                Query(
+                    f'sum by (tier) (increase(offramp_shadow_total{{{HERE}, agrees="true"}}[1h])) '
+                    f"/ (sum by (tier) (increase(offramp_shadow_total{{{HERE}}}[1h])) > 0)",
+                    "{{tier}}",
+                ),
+            ),
+            "percentunit",
+        ),
+        Plot(
+            "Evidence against a promise",
+            "Of all checks since the model was loaded. 1 is none; a promise that holds hardly ever gets to 20.",
+            (Query(f"max by (tier) (offramp_promise_evidence{{{HERE}}})", "{{tier}}"),),
+        ),
+        Plot(
+            "Texts answered below the quality asked for",
+            "Under load, and by their request's quality_floor; by the quality that they got.",
+            (Query(rate("lowered_total", "tier"), "{{tier}}"),),
+        ),
+    ),
     "Queues and batches": (
         Plot(
             "Texts waiting, by segment",
@@ -231,7 +255,7 @@ ROWS: dict[str, tuple[Plot, ...]] = {
     "Refused, cut, lost": (
         Plot(
             "Rejections",
-            "Requests by reason: queue_full, concurrency and late are 429, deadline is 504, not_running is 503.",
+            "Requests by reason: queue_full, wait, concurrency and late are 429, deadline is 504, not_running is 503.",
             (Query(rate("rejected_total", "reason"), "{{reason}}"),),
             "reqps",
         ),

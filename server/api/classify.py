@@ -6,6 +6,7 @@ Its HTTP shape is in ``schemas``; ``offramp classify`` uses it without HTTP.
 from dataclasses import dataclass
 from typing import Any
 
+from models.exits import full_depth
 from server.api.depth import Depth, choose_depth
 from server.api.errors import ApiError, invalid
 from server.api.schemas import ClassifyRequest, TextPair
@@ -52,7 +53,15 @@ async def classify(model: ServedModel, request: ClassifyRequest, settings: Setti
     """
     exits = len(model.bundle.manifest.architecture.exits)
     texts, paths = _texts(request, model, settings)
-    depth = choose_depth(request, model.calibration, exits=exits, default_quality=settings.default_quality)
+    depth = choose_depth(
+        request,
+        model.calibration,
+        exits=exits,
+        default_quality=settings.default_quality,
+        pressure=0.0 if request.quality_floor is None else model.engine.pressure(),
+    )
+    if model.promises.suspended(depth.tier):
+        depth = Depth(full_depth(exits), 1.0)
     deadline_ms = settings.deadline_ms if request.deadline_ms is None else request.deadline_ms
     try:
         submitted = await model.engine.submit(
@@ -61,6 +70,7 @@ async def classify(model: ServedModel, request: ClassifyRequest, settings: Setti
             truncate=request.truncate,
             deadline_seconds=None if deadline_ms is None else deadline_ms / 1000,
             every_reading=request.explain,
+            tier=depth.tier if depth.tier is not None and depth.tier < 1.0 else None,
         )
     except Overloaded as error:
         raise overloaded(model, error) from None
@@ -73,6 +83,8 @@ async def classify(model: ServedModel, request: ClassifyRequest, settings: Setti
     except NoTokens as error:
         raise invalid("nothing is left of the text after normalisation", paths[error.index]) from None
     model.metrics.tokenized(submitted.tokenize_seconds)
+    if depth.lowered:
+        model.metrics.lowered(depth.tier, len(texts))
     answers = [_answer(outcome, path, model) for outcome, path in zip(submitted.outcomes, paths, strict=True)]
     return _document(model, request, depth, answers), _timing(submitted, answers)
 
@@ -182,6 +194,7 @@ def _result(model: ServedModel, request: ClassifyRequest, depth: Depth, answer: 
                 "confidence": reading.confidence,
                 "entropy": reading.entropy,
                 "agreement": reading.agreement,
+                "inference_ms": round(reading.seconds * 1000, 3),
             }
             for reading in answer.readings
         ]

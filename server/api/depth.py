@@ -1,5 +1,6 @@
 """From what a request wishes (quality, speed, threshold) to the policy that its texts run under."""
 
+import math
 from dataclasses import dataclass, replace
 
 from models.bundle import PrecisionCalibration, Tier
@@ -10,16 +11,28 @@ from server.api.schemas import ClassifyRequest
 
 @dataclass(frozen=True, slots=True)
 class Depth:
-    """The policy for a request's texts and the certified quality that comes with it (``None``: nothing is promised)."""
+    """The policy for a request's texts and the certified quality that comes with it (``None``: nothing is promised).
+
+    ``lowered``: load has put it below the quality that was asked for, with the request's consent.
+    """
 
     policy: Policy
     tier: float | None
+    lowered: bool = False
 
 
 def choose_depth(
-    request: ClassifyRequest, calibration: PrecisionCalibration, *, exits: int, default_quality: float
+    request: ClassifyRequest,
+    calibration: PrecisionCalibration,
+    *,
+    exits: int,
+    default_quality: float,
+    pressure: float = 0.0,
 ) -> Depth:
     """The depth that ``request`` asks for, of a model with ``exits`` exits.
+
+    ``pressure`` is the load, from 0 (none) to 1: it chooses among the certified tiers from the quality asked for down
+    to the request's ``quality_floor``. Without a floor it changes nothing.
 
     Raises :class:`ApiError` (422), naming the field, for what this model does not have.
     """
@@ -35,19 +48,35 @@ def choose_depth(
     if quality < 1.0 and tier is None and request.quality is not None:
         raise invalid(_no_tier(calibration, quality), "quality")
     limited = high is not None and high < exits
+    lowered = _lowered(request, quality, calibration, pressure)
+    if lowered is not None:
+        tier = lowered
     if tier is None:
         # 1.0 was asked for, or nothing was and the server's default cannot be promised here: the last exit, always.
         deepest = high if high is not None else exits
         return Depth(replace(full_depth(deepest), max_exit=high), None if limited else 1.0)
     # The certificate is for thresholds alone: other exits' answers were not counted when it was drawn up.
     voided = low > 1 or limited
-    return Depth(Policy(tier.criterion, tier.threshold, low, high), None if voided else tier.quality)
+    policy = Policy(tier.criterion, tier.threshold, low, high)
+    return Depth(policy, None if voided else tier.quality, lowered is not None)
 
 
 def certified_tier(calibration: PrecisionCalibration, quality: float) -> Tier | None:
     """The certified tier with the smallest quality of at least ``quality``, the cheapest of several such."""
     enough = [tier for tier in calibration.certified if tier.quality >= quality]
     return min(enough, key=lambda tier: (tier.quality, tier.mean_cost), default=None)
+
+
+def _lowered(
+    request: ClassifyRequest, quality: float, calibration: PrecisionCalibration, pressure: float
+) -> Tier | None:
+    """The tier that ``pressure`` lowers ``quality`` to; ``None`` where it stays what it is."""
+    floor = request.quality_floor
+    if floor is None or pressure <= 0.0:
+        return None
+    below = sorted({tier.quality for tier in calibration.certified if floor <= tier.quality < quality}, reverse=True)
+    steps = math.ceil(min(pressure, 1.0) * len(below))
+    return certified_tier(calibration, below[steps - 1]) if steps else None
 
 
 def calibrated_shares(calibration: PrecisionCalibration, quality: float, *, exits: int) -> tuple[float, ...] | None:

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from server.api.errors import ApiError
+from server.api.page import PREFIX
 from server.config import Settings, StartError, check_key
 
 PUBLIC = frozenset({"/livez", "/readyz", "/metrics"})
@@ -45,7 +46,7 @@ class RequireKey:
         self._digests = tuple(digests)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] != "http" or scope["path"] in PUBLIC or self._knows(_given(scope)):
+        if scope["type"] != "http" or _is_public(scope) or self._knows(_given(scope)):
             await self._app(scope, receive, send)
             return
         error = ApiError(401, "a key is needed: Authorization: Bearer <key>", headers={"WWW-Authenticate": "Bearer"})
@@ -58,6 +59,14 @@ class RequireKey:
         for digest in self._digests:
             known |= hmac.compare_digest(given, digest)
         return known
+
+
+def _is_public(scope: Scope) -> bool:
+    """Whether no key is needed: for the routes above, and for the page, which asks its reader for one. Its files are
+    the same on every server; ``POST /`` is a door."""
+    path = scope["path"]
+    is_page = scope["method"] in ("GET", "HEAD") and (path == "/" or path.startswith(PREFIX))
+    return path in PUBLIC or is_page
 
 
 def _digest(key: bytes) -> bytes:

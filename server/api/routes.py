@@ -1,6 +1,5 @@
 """The HTTP routes. Each translates to one call; none has a path of its own to the engine."""
 
-import html
 import inspect
 from collections.abc import Callable, Coroutine
 from typing import Any
@@ -8,9 +7,9 @@ from typing import Any
 from fastapi import APIRouter, Request, Response
 from fastapi.routing import APIRoute
 from prometheus_client.exposition import choose_encoder
-from starlette.responses import HTMLResponse, PlainTextResponse
+from starlette.responses import PlainTextResponse
 
-from server.api import infinity, openinference, tei
+from server.api import infinity, openinference, page, tei
 from server.api.depth import fastest
 from server.api.errors import ApiError
 from server.api.front import Call, Front, read_as, to_json, wish_from, wishes_header
@@ -31,10 +30,6 @@ from server.metrics import Metrics
 
 REQUESTS = (ClassifyRequest, InfinityRequest, tei.PredictRequest, openinference.InferRequest)
 """The schemas of bodies, which the OpenAPI document must be told of."""
-
-_PAGE_HEADERS = {
-    "Content-Security-Policy": "default-src 'none'; style-src 'unsafe-inline'; base-uri 'none'; frame-ancestors 'none'"
-}
 
 
 class DirectRoute(APIRoute):
@@ -146,13 +141,11 @@ def add_routes(router: APIRouter, settings: Settings, catalog: Catalog, metrics:
             }
         )
 
-    @router.get("/", include_in_schema=False)
-    async def get_root() -> HTMLResponse:
-        return HTMLResponse(_landing(catalog, version), headers=_PAGE_HEADERS)
+    page.add_routes(router)
 
     for route in ("/livez", "/readyz"):
         metrics.create_route(route, (200, 503))
-    for route in ("/metrics", "/models", "/info", "/", "/v2/health/live", "/v2/health/ready"):
+    for route in ("/metrics", "/models", "/info", "/", "/playground/{name}", "/v2/health/live", "/v2/health/ready"):
         metrics.create_route(route)
 
 
@@ -211,16 +204,3 @@ def _read(body: bytes, header: str | None) -> Call:
     if header is not None:
         wish = wish_from({name: getattr(wish, name) for name in wish.model_fields_set}, header)
     return Call(wish, lambda model, document: to_json(document))
-
-
-def _landing(catalog: Catalog, version: str) -> str:
-    names = "".join(f"<li><code>{html.escape(name)}</code></li>" for name in catalog.models)
-    return f"""<!doctype html>
-<html lang="en"><head><meta charset="utf-8"><meta name="viewport" content="width=device-width"><title>Offramp</title>
-<style>body{{font:16px/1.5 system-ui,sans-serif;max-width:44rem;margin:3rem auto;padding:0 1rem}}</style></head>
-<body><h1>Offramp {html.escape(version)}</h1>
-<p>Text classifiers that answer early. This server has:</p><ul>{names}</ul>
-<pre>curl -s localhost:8000/classify -d '{{"inputs": "a gripping and moving film", "explain": true}}'</pre>
-<p><a href="docs">API</a> · <a href="models">models</a> · <a href="info">info</a> · <a href="metrics">metrics</a></p>
-</body></html>
-"""

@@ -96,8 +96,8 @@ class Wishes(Strict):
         gt=0,
         le=1,
         allow_inf_nan=False,
-        description="consent to lower quality under load, down to this; at most `quality`. It is checked, but this "
-        "version never lowers quality, whatever the load",
+        description="consent to a lower certified quality under load, down to this; at most `quality`. `exit.tier` "
+        "says what each answer got; without it no load lowers anything",
     )
     deadline_ms: float | None = Field(
         default=None,
@@ -184,6 +184,9 @@ class PassedExit(Strict):
     confidence: float
     entropy: float
     agreement: float
+    inference_ms: float = Field(
+        description="milliseconds of the run that led from the exit before to this one, other texts in it included"
+    )
 
 
 class Result(Strict):

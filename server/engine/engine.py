@@ -2,13 +2,15 @@
 
 The event loop's thread tokenizes short texts, admits, and settles outcomes. Worker threads take micro-batches from the
 scheduler, run one segment, judge its exit, send the leavers' answers off at once and put the survivors into the next
-segment's queue, where they are regrouped with whoever waits.
+segment's queue, where they are regrouped with whoever waits. The first segment of a short text that finds the engine
+idle runs on the loop's thread.
 """
 
 import asyncio
 import itertools
 import logging
 import math
+import random
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -18,11 +20,11 @@ from typing import Any, Literal, Protocol
 
 import numpy as np
 
-from models.exits import Policy, Reason, agree, decide, judge
+from models.exits import CRITERIA, Policy, Reason, agree, decide, full_depth, judge
 from models.tokenization import Encoded, TextEncoder
 from server.engine.latency import LatencyTable
 from server.engine.order import Order, oldest
-from server.engine.request import Answer, Batch, Failure, Item, Outcome, Reading, Submission, Text
+from server.engine.request import Answer, Batch, Check, Failure, Item, Outcome, Reading, Submission, Text
 from server.engine.runner import SegmentOutput, SegmentRunner
 from server.engine.scheduler import Scheduler
 
@@ -33,6 +35,21 @@ logger = logging.getLogger("offramp.engine")
 INLINE_CHARACTERS = 2_000
 
 
+# A run that is predicted to take no longer than this goes on the loop's own thread where nothing else is in work: two
+# wake-ups less, and whoever comes meanwhile waits no longer than for a long text's tokens.
+INLINE_SECONDS = 0.002
+# Checks in work at once; beyond it answers go unchecked. Checks wait for everybody else, and must not become work that
+# newcomers are refused for.
+MOST_CHECKS = 8
+LAST_ARRIVAL = 1 << 62
+# Shares of the longest wait between which the load lowers depth where a request consents.
+LOWER_FROM, LOWEST_FROM = 0.1, 0.6
+# How old a predicted wait may be when a newcomer is admitted by it.
+PREDICTION_SECONDS = 0.005
+# What waits turn out to be, in units of those predicted, is learned from waits that are long enough to tell.
+WORTH_LEARNING_SECONDS = 0.05
+LEARNING_RATE = 0.02
+MOST_SLOWNESS = 10.0
 # So few requests are never refused because of how long they would wait: a handful of clients that send large batches
 # wants the throughput, and max_queue bounds them.
 FEW_REQUESTS = 32
@@ -81,6 +98,7 @@ class Observer(Protocol):
     def answered(self, answer: Answer) -> None: ...
     def failed(self, failure: Failure) -> None: ...
     def cancelled(self) -> None: ...
+    def checked(self, tier: float, agrees: bool) -> None: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,10 +127,12 @@ class Engine:
         max_batch_texts: int,
         latency: LatencyTable | None = None,
         order: Order = oldest,
+        shadow_rate: float = 0.0,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """Temperatures have one entry per exit; ``max_queue`` bounds the texts admitted and not yet settled, and
-        ``max_wait_seconds`` how long a newcomer may expect to wait.
+        ``max_wait_seconds`` how long a newcomer may expect to wait. ``shadow_rate`` is the share of the early answers
+        under a certified quality that run on to the last exit after they have been given.
 
         Without a ``latency`` table nobody is refused for a wait, or for being late before it is tried.
         """
@@ -122,12 +142,18 @@ class Engine:
         self._temperatures = list(zip(temperatures, agreement_temperatures, strict=True))
         self._last_exit = len(self._temperatures)
         self._observer = observer
+        self._latency = latency
         self._max_queue = max_queue
         self._max_wait = max_wait_seconds
         self._clock = clock
         self._arrivals = itertools.count()
+        # Behind everybody who is waited for.
+        self._check_arrivals = itertools.count(LAST_ARRIVAL)
+        self._shadow_rate = shadow_rate
+        self._checks = 0
         self._admitted = 0
         self._requests = 0
+        self._predicted, self._predicted_at, self._slowness = 0.0, -math.inf, 1.0
         # Admitted, and neither settled nor abandoned: who must be told, should the engine break.
         self._open: set[Item] = set()
         self._accepting = False
@@ -177,6 +203,11 @@ class Engine:
         """Whether the engine accepts work and all its workers live."""
         return self._accepting and all(worker.is_alive() for worker in self._workers)
 
+    @property
+    def idle(self) -> bool:
+        """Whether nothing is in work."""
+        return self._busy == 0 and not self._admitted
+
     def queue_depth(self, segment: int) -> int:
         """Texts that wait for ``segment`` (1 = first)."""
         return self._scheduler.depth(segment)
@@ -189,12 +220,14 @@ class Engine:
         truncate: bool = True,
         deadline_seconds: float | None = None,
         every_reading: bool = True,
+        tier: float | None = None,
     ) -> Submitted:
         """Classifies ``texts``, each under the policy at its place, and returns an outcome for each.
 
         At ``deadline_seconds`` from now, texts still on their way are answered from their latest exit, or fail where
         they have passed none. Without ``every_reading`` exits at which a text may not leave anyway are not read, which
-        saves their rows; with a deadline they are. Cancelling this coroutine abandons the texts: they are dropped
+        saves their rows; with a deadline they are. ``tier`` is the certified quality that the policies stand for; it
+        makes the texts candidates for shadow checks. Cancelling this coroutine abandons the texts: they are dropped
         before their next segment.
 
         Raises :class:`Overloaded`, :class:`NotRunning`, :class:`TooLong` (only without ``truncate``) or
@@ -206,7 +239,7 @@ class Engine:
         self.check_room(len(texts))
         self._requests += 1
         try:
-            return await self._submit(texts, policies, truncate, deadline_seconds, every_reading, started)
+            return await self._submit(texts, policies, truncate, deadline_seconds, every_reading, tier, started)
         finally:
             self._requests -= 1
 
@@ -215,11 +248,29 @@ class Engine:
         if self._admitted + texts > self._max_queue:
             with self._work:
                 raise Overloaded("queue_full", self._scheduler.retry_after(self._clock()))
-        if self._requests > FEW_REQUESTS:
+        if self._requests > FEW_REQUESTS and (wait := self._slowness * self._work_ahead()) > self._max_wait:
+            raise Overloaded("wait", max(1, math.ceil(wait)))
+
+    def _work_ahead(self) -> float:
+        """Seconds of runs before a newcomer, as the scheduler predicts them; at most :data:`PREDICTION_SECONDS` old,
+        for under overload predicting anew for everyone who is refused would take a fifth of the loop's time."""
+        now = self._clock()
+        if now - self._predicted_at > PREDICTION_SECONDS:
             with self._work:
-                now = self._clock()
-                if self._scheduler.predicted_wait(now) > self._max_wait:
-                    raise Overloaded("wait", self._scheduler.retry_after(now))
+                self._predicted, self._predicted_at = self._scheduler.predicted_wait(now), now
+        return self._predicted
+
+    def pressure(self) -> float:
+        """The load, from 0 to 1: where the wait that a newcomer may expect lies between a tenth of what it may be and
+        six tenths."""
+        share = self._slowness * self._work_ahead() / self._max_wait
+        return min(1.0, max(0.0, (share - LOWER_FROM) / (LOWEST_FROM - LOWER_FROM)))
+
+    def _learn_slowness(self, predicted: float, taken: float) -> None:
+        """A text before which there were ``predicted`` seconds of runs was answered after ``taken``: runs share the
+        CPUs with the loop, and with whoever else there is."""
+        if predicted > WORTH_LEARNING_SECONDS:
+            self._slowness += LEARNING_RATE * (min(taken / predicted, MOST_SLOWNESS) - self._slowness)
 
     async def _submit(
         self,
@@ -228,6 +279,7 @@ class Engine:
         truncate: bool,
         deadline_seconds: float | None,
         every_reading: bool,
+        tier: float | None,
         started: float,
     ) -> Submitted:
         self._admit(len(texts))
@@ -252,6 +304,7 @@ class Engine:
                     index=index,
                     deadline=deadline,
                     every_reading=every_reading or deadline is not None,
+                    audit_tier=tier if random.random() < self._shadow_rate else None,
                 )
                 for index, (one, policy) in enumerate(zip(encoded, policies, strict=True))
             ]
@@ -266,17 +319,45 @@ class Engine:
             if self._broken:
                 # While these were tokenized; nobody would run them.
                 raise NotRunning
-            with self._work:
-                self._scheduler.add(items, tokenized)
-                self._work.notify()
+            predicted = self._work_ahead() if self._requests > FEW_REQUESTS else 0.0
+            self._set_out(items, tokenized)
             if deadline is not None:
                 timer = self._loop.call_later(max(0.0, deadline - tokenized), self._expire, items)
             await submission.future
+            self._learn_slowness(predicted, self._clock() - tokenized)
         finally:
             if timer is not None:
                 timer.cancel()
             self._abandon(items)
         return Submitted([outcome for outcome in submission.outcomes if outcome is not None], tokenized - started)
+
+    def _set_out(self, items: Sequence[Item], now: float) -> None:
+        """Hands admitted ``items`` to the workers, or runs the first segment at once where that is sooner."""
+        with self._work:
+            self._scheduler.add(items, now)
+            alone = self._busy == 0 and self._scheduler.waiting == 1
+            if not alone or self._first_run(items[0].tokens) > INLINE_SECONDS:
+                self._work.notify()
+                return
+            batch = self._scheduler.pick(now)
+        if batch is None:
+            return
+        ran = self._step(batch, lone=True)
+        with self._work:
+            self._take_in(ran)
+            if ran.survivors:
+                self._work.notify()
+        self._settle(ran.leavers)
+
+    def _first_run(self, tokens: int) -> float:
+        """Predicted seconds of segment 1 on one text of ``tokens`` tokens; without a table nothing is known."""
+        return math.inf if self._latency is None else self._latency.seconds_of(1, 1, tokens)
+
+    def _take_in(self, ran: "_Ran") -> None:
+        """Tells the scheduler what has become of a micro-batch."""
+        answers = sum(isinstance(outcome, Answer) for _, outcome in ran.leavers)
+        self._scheduler.ran(ran.segment, answers + len(ran.survivors), answers)
+        self._scheduler.add(ran.survivors, self._clock())
 
     async def _encode(self, texts: Sequence[Text], truncate: bool) -> list[Encoded]:
         characters = sum(len(one.text) + len(one.pair or "") for one in texts)
@@ -309,18 +390,48 @@ class Engine:
         fresh = [(item, outcome) for item, outcome in outcomes if not item.done]
         for item, outcome in fresh:
             self._finish(item)
-            item.submission.settle(item.index, outcome)
+            if item.submission is not None:
+                item.submission.settle(item.index, outcome)
         # Only now: whatever an observer raises, every text has its outcome.
-        for _, outcome in fresh:
-            if isinstance(outcome, Answer):
+        for item, outcome in fresh:
+            if item.check is not None:
+                if isinstance(outcome, Answer):
+                    self._observer.checked(item.check.tier, outcome.left.label == item.check.label)
+            elif isinstance(outcome, Answer):
                 self._observer.answered(outcome)
+                self._shadow(item, outcome)
             else:
                 self._observer.failed(outcome)
 
     def _finish(self, item: Item) -> None:
         item.done = True
+        if item.check is not None:
+            self._checks -= 1
+            return
         self._open.discard(item)
         self._release(1)
+
+    def _shadow(self, item: Item, answer: Answer) -> None:
+        """Sends a text that has left early on to the last exit, if it is to be checked and there is room."""
+        if item.audit_tier is None or answer.reason not in CRITERIA or self._checks >= MOST_CHECKS or self._stopping:
+            return
+        self._checks += 1
+        follower = replace(
+            item,
+            arrival=next(self._check_arrivals),
+            policy=full_depth(self._last_exit),
+            submission=None,
+            deadline=None,
+            every_reading=False,
+            audit_tier=None,
+            check=Check(item.audit_tier, answer.left.label),
+            readings=[],
+            queued=False,
+            done=False,
+        )
+        with self._work:
+            self._scheduler.add([follower], self._clock())
+            self._work.notify()
 
     def _break(self) -> None:
         """Nothing can be relied on any more: accepts nothing, and fails what waits or runs, so that nobody hangs."""
@@ -380,9 +491,7 @@ class Engine:
         machine to itself; ``None`` when the engine stops."""
         with self._work:
             if ran is not None:
-                answers = sum(isinstance(outcome, Answer) for _, outcome in ran.leavers)
-                self._scheduler.ran(ran.segment, answers + len(ran.survivors), answers)
-                self._scheduler.add(ran.survivors, self._clock())
+                self._take_in(ran)
             while not self._stopping:
                 batch = self._scheduler.pick(self._clock())
                 if batch is not None:
@@ -429,7 +538,11 @@ class Engine:
         reasons = decide(verdict, streaks, [item.policy for item in items], segment, self._last_exit)
         # Who passes does not even look at scores that are not finite, and does the same in any company.
         staying = [row for row, reason in enumerate(reasons) if reason is None and (finite[row] or not reading[row])]
-        states = dict(zip(staying, output.carry(staying), strict=True))
+        audited = [
+            row for row, reason in enumerate(reasons) if reason in CRITERIA and items[row].audit_tier is not None
+        ]
+        carried = sorted({*staying, *audited})
+        states = dict(zip(carried, output.carry(carried), strict=True))
         # Nothing below raises: a text that is run again after a failure must not have half a run behind it.
         leavers: list[tuple[Item, Outcome]] = []
         for row, (item, reason) in enumerate(zip(items, reasons, strict=True)):
@@ -450,13 +563,15 @@ class Engine:
                     confidence=confidences[row],
                     entropy=entropies[row],
                     agreement=agreements[row],
+                    seconds=seconds,
                 )
             )
+            if row in states:
+                item.segment, item.state = segment + 1, states[row]
             if reason is not None:
                 leavers.append((item, item.answer(reason)))
             else:
                 item.previous_label, item.streak = labels[row], streaks[row]
-                item.segment, item.state = segment + 1, states[row]
         self._observe(segment, len(items), seconds)
         return _Ran(segment, leavers, [items[row] for row in staying])
 

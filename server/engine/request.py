@@ -25,7 +25,8 @@ class Text:
 @dataclass(frozen=True, slots=True)
 class Reading:
     """What one exit said of one text: ``logits [K]``, ``probabilities [K]`` after the exit's temperature, the index of
-    the label, the largest probability, the normalised entropy, and the estimated chance that the last exit agrees."""
+    the label, the largest probability, the normalised entropy, the estimated chance that the last exit agrees, and the
+    ``seconds`` of the segment's run (all texts of its micro-batch together)."""
 
     exit: int
     logits: Floats
@@ -34,6 +35,7 @@ class Reading:
     confidence: float
     entropy: float
     agreement: float
+    seconds: float
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,13 +90,24 @@ class Submission:
             self.future.set_result(None)
 
 
+@dataclass(frozen=True, slots=True)
+class Check:
+    """A shadow check: the text was answered with label ``label`` under the certified quality ``tier``; what does the
+    last exit say?"""
+
+    tier: float
+    label: int
+
+
 @dataclass(slots=True, eq=False)
 class Item:
     """One text on its way through the segments.
 
     ``arrival`` orders items by age; ``deadline`` and ``waiting_since`` are on the engine's clock, in seconds.
     ``segment`` is the one to run next. ``every_reading`` asks for what each exit on the way says, even where the text
-    may not leave. ``done`` means that nobody waits for it any more: answered, failed or abandoned.
+    may not leave. ``audit_tier`` asks for a shadow check once it has left early under that tier; a check is itself an
+    item, of which nobody waits for the answer. ``done`` means that nobody waits for it any more: answered, failed or
+    abandoned.
     """
 
     arrival: int
@@ -102,10 +115,12 @@ class Item:
     type_ids: NDArray[np.int64]
     policy: Policy
     truncated: bool
-    submission: Submission
+    submission: Submission | None
     index: int
     deadline: float | None = None
     every_reading: bool = True
+    audit_tier: float | None = None
+    check: Check | None = None
     segment: int = 1
     state: State = ()
     readings: list[Reading] = field(default_factory=list)

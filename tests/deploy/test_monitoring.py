@@ -86,7 +86,7 @@ class Prometheus:
 
 @pytest.fixture(scope="module")
 def server(tiny_bundle: Bundle) -> Iterator[Process]:
-    with process(tiny_bundle) as running:
+    with process(tiny_bundle, shadow_rate=1) as running:
         yield running
 
 
@@ -156,7 +156,7 @@ def test_every_recorded_series_returns_data(prometheus: Prometheus) -> None:
 def test_every_alert_is_judged_and_compares_what_is_there(prometheus: Prometheus) -> None:
     alerts = [rule for rule in _rules() if "alert" in rule]
     # A false comparison returns nothing; with `bool` it returns 0, and nothing only where one of its sides is missing.
-    compared = [re.sub(r" ([<>]) ", r" \1 bool ", rule["expr"]) for rule in alerts]
+    compared = [re.sub(r" ([<>]=?) ", r" \1 bool ", rule["expr"]) for rule in alerts]
     assert all(" bool " in expr for expr in compared)
     assert prometheus.silent(compared) == []
     judged = [rule for group in prometheus.get("rules")["groups"] for rule in group["rules"]]
@@ -212,6 +212,7 @@ def test_the_dashboard_has_the_rows_and_variables_that_people_look_for() -> None
         "Traffic and latency",
         "Exits",
         "Work saved",
+        "Promises",
         "Queues and batches",
         "Confidence",
         "Refused, cut, lost",

@@ -62,7 +62,7 @@ class Served:
 @asynccontextmanager
 async def serving(*bundles: Bundle, **settings: Any) -> AsyncIterator[Served]:
     """An app of ``bundles``, started, with a client in the same process."""
-    quick = {"threads": 1, "lone_threads": 1, "runs": 2, "measure_seconds": 0.0}
+    quick = {"threads": 1, "lone_threads": 1, "runs": 2, "measure_seconds": 0.0, "shadow_rate": 0.0}
     app = create_app(load_settings(**(quick | settings)), bundles)
     async with app.router.lifespan_context(app):
         transport = httpx.ASGITransport(app, raise_app_exceptions=False)

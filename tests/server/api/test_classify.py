@@ -1,5 +1,6 @@
 """POST /classify over HTTP: what it answers, what it refuses, and in what words."""
 
+import asyncio
 import itertools
 import json
 from collections import Counter
@@ -16,7 +17,8 @@ from models.bundle import Bundle
 from models.costs import exit_costs, reading_costs
 from server.api.errors import from_validation
 from server.api.schemas import ClassifyRequest, ClassifyResponse
-from tests.server.conftest import Served, error_of, serving, some_texts
+from server.promises import evidence
+from tests.server.conftest import Served, error_of, samples, serving, some_texts
 from tests.tiny import POISON
 
 pytestmark = pytest.mark.anyio
@@ -194,6 +196,15 @@ async def test_the_timing_header_has_three_parts_in_milliseconds(served: Served)
     parts = dict(part.split(";dur=") for part in header.split(", "))
     assert set(parts) == {"tokenize", "queue", "inference"}
     assert all(float(value) >= 0 for value in parts.values())
+
+
+async def test_the_times_of_the_exits_passed_add_up_to_the_inference(served: Served) -> None:
+    response = await served.classify("a good film", quality=1.0, explain=True)
+    times = [passed["inference_ms"] for passed in response.json()["results"][0]["exits"]]
+    assert len(times) == 4
+    assert all(time > 0 for time in times)
+    inference = float(response.headers["server-timing"].rpartition("=")[2])
+    assert sum(times) == pytest.approx(inference, abs=0.01)
 
 
 async def test_models_are_chosen_by_name(served: Served) -> None:
@@ -495,3 +506,49 @@ async def test_any_wish_gets_an_answer_of_the_documented_shape_or_a_clear_refusa
     else:
         assert response.status_code in (413, 422), response.text
         error_of(response)
+
+
+async def test_load_lowers_quality_only_with_consent(
+    tiny_bundle: Bundle, served: Served, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(served.catalog.default.engine, "pressure", lambda: 1.0)
+    (agreed,) = await served.results("a good film", quality=0.99, quality_floor=0.95)
+    (firm,) = await served.results("a good film", quality=0.99)
+    assert (agreed["exit"]["tier"], firm["exit"]["tier"]) == (0.95, 0.99)
+    lowered = samples(served.metrics.registry)["offramp_lowered_total", (("model", "tiny"), ("tier", "0.95"))]
+    assert lowered == 1
+
+
+async def test_shadow_checks_are_counted_by_tier(tiny_bundle: Bundle) -> None:
+    async with serving(tiny_bundle, shadow_rate=1.0) as served:
+        answers = [await served.results(text, quality=0.95) for text in some_texts(20)]
+        early = sum(result["exit"]["reason"] != "final" for (result,) in answers)
+        assert early
+
+        def counted() -> float:
+            found = samples(served.metrics.registry)
+            return sum(
+                value
+                for (name, labels), value in found.items()
+                if name == "offramp_shadow_total" and ("tier", "0.95") in labels
+            )
+
+        for _ in range(1000):
+            if counted() == early:
+                break
+            await asyncio.sleep(0.01)
+        assert counted() == early
+
+
+async def test_a_promise_found_broken_is_kept_by_full_depth_where_wished(tiny_bundle: Bundle) -> None:
+    async with serving(tiny_bundle, shadow_fall_back=True) as served:
+        metrics = served.catalog.default.metrics
+        for _ in range(20):
+            metrics.checked(0.97, agrees=False)
+        (result,) = await served.results("a good film", quality=0.97)
+        assert (result["exit"]["reason"], result["exit"]["tier"]) == ("final", 1.0)
+        (other,) = await served.results("a good film", quality=0.95)
+        assert other["exit"]["tier"] == 0.95
+        assert samples(served.metrics.registry)[
+            "offramp_promise_evidence", (("model", "tiny"), ("tier", "0.97"))
+        ] == pytest.approx(evidence(20, 20, 0.03))

@@ -13,9 +13,9 @@ from tests.tiny import tiny_calibration
 CALIBRATION = tiny_calibration(4)
 
 
-def _choose(default_quality: float = 0.99, **wish: Any) -> Depth:
+def _choose(default_quality: float = 0.99, pressure: float = 0.0, **wish: Any) -> Depth:
     request = ClassifyRequest(inputs="a", **wish)
-    return choose_depth(request, CALIBRATION, exits=4, default_quality=default_quality)
+    return choose_depth(request, CALIBRATION, exits=4, default_quality=default_quality, pressure=pressure)
 
 
 def _refusal(**wish: Any) -> ApiError:
@@ -112,6 +112,35 @@ def test_what_makes_no_sense_is_refused_by_field(wish: dict[str, Any], param: st
     assert _refusal(**wish).param == param
 
 
-def test_a_floor_below_the_quality_changes_nothing() -> None:
+def test_a_floor_changes_nothing_without_load_and_load_nothing_without_a_floor() -> None:
     assert _choose(quality=0.99, quality_floor=0.95) == _choose(quality=0.99)
     assert _choose(quality_floor=0.95) == _choose()
+    assert _choose(quality=0.99, pressure=1.0) == _choose(quality=0.99)
+    assert _choose(quality=1.0, pressure=1.0) == _choose(quality=1.0)
+
+
+@pytest.mark.parametrize(
+    ("pressure", "floor", "tier", "threshold"),
+    [
+        (0.1, 0.95, 0.97, 0.9),
+        (0.5, 0.95, 0.97, 0.9),
+        (0.6, 0.95, 0.95, 0.8),
+        (1.0, 0.95, 0.95, 0.8),
+        (1.0, 0.96, 0.97, 0.9),
+    ],
+)
+def test_load_lowers_depth_step_by_step_down_to_the_floor(
+    pressure: float, floor: float, tier: float, threshold: float
+) -> None:
+    depth = _choose(quality=0.99, quality_floor=floor, pressure=pressure)
+    assert depth == Depth(Policy("confidence", threshold), tier, lowered=True)
+
+
+def test_load_lowers_full_depth_too_where_it_may() -> None:
+    assert _choose(quality=1.0, quality_floor=0.97, pressure=0.2) == Depth(
+        Policy("confidence", 0.97), 0.99, lowered=True
+    )
+
+
+def test_a_floor_between_the_tiers_lowers_nothing_below_it() -> None:
+    assert _choose(quality=0.97, quality_floor=0.96, pressure=1.0) == _choose(quality=0.97)

@@ -11,7 +11,7 @@ import pytest
 
 from models.bundle import Bundle
 from models.exits import Policy, full_depth
-from server.engine.engine import FEW_REQUESTS, Engine, NoTokens, NotRunning, Overloaded, TooLong
+from server.engine.engine import FEW_REQUESTS, MOST_CHECKS, Engine, NoTokens, NotRunning, Overloaded, TooLong
 from server.engine.latency import LatencyTable, Measurement
 from server.engine.request import Answer, Failure, Outcome, Text
 from server.engine.runner import Runner, SegmentOutput, Work
@@ -32,6 +32,7 @@ class Spy:
         self.runs: list[tuple[int, int]] = []
         self.lone: list[bool] = []
         self.read: list[bool] = []
+        self.threads: list[threading.Thread] = []
         self.before: Callable[[int], None] = lambda segment: None
         # Ids of which a run that holds one raises, as if the graph could not take it.
         self.refused: set[int] = set()
@@ -39,10 +40,11 @@ class Spy:
     def run(self, segment: int, items: Sequence[Work], *, lone: bool = False, read: bool = True) -> SegmentOutput:
         self.runs.append((segment, len(items)))
         self.lone.append(lone)
+        self.read.append(read)
+        self.threads.append(threading.current_thread())
         self.before(segment)
         if any(self.refused & set(item.ids.tolist()) for item in items):
             raise RuntimeError("out of range")
-        self.read.append(read)
         return self._runner.run(segment, items, lone=lone, read=read)
 
 
@@ -52,6 +54,8 @@ class Tally:
     def __init__(self) -> None:
         self.answers: list[Answer] = []
         self.failures: list[Failure] = []
+        self.checks: list[tuple[float, bool]] = []
+        self.answers_before_check: list[int] = []
         self.cancellations = 0
 
     def segment_ran(self, segment: int, texts: int, seconds: float) -> None:
@@ -65,6 +69,10 @@ class Tally:
 
     def cancelled(self) -> None:
         self.cancellations += 1
+
+    def checked(self, tier: float, agrees: bool) -> None:
+        self.checks.append((tier, agrees))
+        self.answers_before_check.append(len(self.answers))
 
 
 class Rig:
@@ -174,10 +182,91 @@ async def test_who_passes_unread_gets_the_same_answer_among_those_who_leave(tiny
         np.testing.assert_allclose(answered(outcome).left.logits, answered(alone).left.logits, atol=1e-5)
 
 
+@pytest.mark.parametrize(("milliseconds", "inline"), [(1.0, True), (50.0, False)])
+async def test_a_short_first_run_of_a_text_alone_is_on_the_loops_thread(
+    tiny_bundle: Bundle, milliseconds: float, inline: bool
+) -> None:
+    table = LatencyTable(np.array([1]), np.array([64]), np.full((4, 1, 1), milliseconds / 1000))
+    async with running(tiny_bundle, workers=2, latency=table) as rig:
+        await until(lambda: rig.engine.idle)
+        (outcome,) = await rig.ask("a good film")
+        assert [reading.exit for reading in answered(outcome).readings] == [1, 2, 3, 4]
+        assert rig.spy.runs == [(1, 1), (2, 1), (3, 1), (4, 1)]
+        assert [thread is threading.current_thread() for thread in rig.spy.threads] == [inline, False, False, False]
+        await until(lambda: rig.engine.idle)
+        await rig.ask("a good film", "a dull film", policy=FIRST)
+        assert threading.current_thread() not in rig.spy.threads[4:]
+
+
+async def test_a_text_that_breaks_on_the_loops_thread_fails_alone(tiny_bundle: Bundle) -> None:
+    table = LatencyTable(np.array([1]), np.array([64]), np.full((4, 1, 1), 0.001))
+    async with running(tiny_bundle, latency=table) as rig:
+        await until(lambda: rig.engine.idle)
+        rig.spy.refused = set(tiny_bundle.encoder.encode("bad").ids[1:-1])
+        assert await rig.ask("bad") == [Failure("internal")]
+        assert threading.current_thread() in rig.spy.threads
+        answered((await rig.ask("a good film"))[0])
+
+
 async def test_with_a_deadline_every_exit_is_read(tiny_bundle: Bundle) -> None:
     async with running(tiny_bundle) as rig:
         (outcome,) = await rig.ask("a good film", every_reading=False, deadline_seconds=60)
         assert [reading.exit for reading in answered(outcome).readings] == [1, 2, 3, 4]
+
+
+async def test_a_sampled_early_answer_runs_on_to_the_last_exit_once_it_is_given(tiny_bundle: Bundle) -> None:
+    texts = some_texts(6)
+    async with running(tiny_bundle, shadow_rate=1.0) as rig:
+        full = [answered(outcome).left.label for outcome in await rig.ask(*texts)]
+        early = []
+        for text in texts:
+            gate = Gate(rig, segment=2)
+            early.append(answered((await rig.ask(text, policy=FIRST, tier=0.97))[0]).left)
+            gate.open()
+        assert {reading.exit for reading in early} == {1}
+        await until(lambda: len(rig.tally.checks) == 6)
+        expected = [(0.97, one.label == last) for one, last in zip(early, full, strict=True)]
+        assert sorted(rig.tally.checks) == sorted(expected)
+        # They are nobody's answers.
+        assert len(rig.tally.answers) == 12
+
+
+async def test_only_early_answers_under_a_tier_are_checked_and_only_a_few_at_once(tiny_bundle: Bundle) -> None:
+    async with running(tiny_bundle, shadow_rate=1.0) as rig:
+        await rig.ask(*some_texts(5), policy=FIRST)
+        await rig.ask(*some_texts(5), tier=0.97)
+        await rig.ask(*some_texts(5), policy=Policy("confidence", 1.0, max_exit=1), tier=0.97)
+        gate = Gate(rig, segment=2)
+        await rig.ask(*some_texts(30), policy=FIRST, tier=0.97)
+        gate.open()
+        await until(lambda: len(rig.tally.checks) == MOST_CHECKS)
+        await rig.ask(*some_texts(3))
+        assert len(rig.tally.checks) == MOST_CHECKS
+
+
+async def test_checks_wait_for_everybody_who_waits_for_an_answer(tiny_bundle: Bundle) -> None:
+    async with running(tiny_bundle, shadow_rate=1.0, max_batch_texts=1) as rig:
+        gate = Gate(rig, segment=1)
+        early = asyncio.ensure_future(rig.ask("a good film", policy=FIRST, tier=0.97))
+        await gate.entered()
+        others = asyncio.ensure_future(rig.ask(*some_texts(5)))
+        await asyncio.sleep(0)
+        gate.open()
+        await asyncio.gather(early, others)
+        await until(lambda: len(rig.tally.checks) == 1)
+        assert rig.tally.answers_before_check == [6]
+
+
+async def test_closing_does_not_wait_for_checks(tiny_bundle: Bundle) -> None:
+    rig = Rig(tiny_bundle, shadow_rate=1.0)
+    await rig.engine.start()
+    gate = Gate(rig, segment=2)
+    await rig.ask("a good film", policy=FIRST, tier=0.97)
+    await gate.entered()
+    closing = asyncio.ensure_future(rig.engine.close())
+    gate.open()
+    await closing
+    assert not rig.engine.healthy
 
 
 async def test_a_batch_compacts_at_each_exit(tiny_bundle: Bundle) -> None:
@@ -450,6 +539,30 @@ async def test_many_requests_are_refused_where_they_would_wait_too_long_and_a_fe
         gate.open()
         await asyncio.gather(*few)
         assert len(await rig.ask("a good film")) == 1
+
+
+async def test_where_waits_turn_out_longer_than_predicted_fewer_are_admitted(tiny_bundle: Bundle) -> None:
+    table = LatencyTable(np.array([1]), np.array([64]), np.full((4, 1, 1), 0.003))
+
+    async def admitted(rig: Rig) -> int:
+        gate = Gate(rig, segment=1)
+        asked = []
+        for text in some_texts(300):
+            asked.append(asyncio.ensure_future(rig.ask(text, policy=FIRST)))
+            await asyncio.sleep(0.001)
+        await asyncio.sleep(2.0)
+        gate.open()
+        outcomes = await asyncio.gather(*asked, return_exceptions=True)
+        assert {one.reason for one in outcomes if isinstance(one, Overloaded)} <= {"wait"}
+        return sum(not isinstance(one, Overloaded) for one in outcomes)
+
+    async with running(tiny_bundle, latency=table, max_wait_seconds=0.75, max_batch_texts=1) as rig:
+        for text in some_texts(100):
+            # So that it is known that such texts leave at exit 1.
+            await rig.ask(text, policy=FIRST)
+        first = await admitted(rig)
+        assert 200 < first < 300
+        assert await admitted(rig) < first / 2
 
 
 @pytest.mark.parametrize("broken", ["", "\u0000"])
