@@ -12,7 +12,7 @@ from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager, nullcontext
 from importlib import metadata
 from types import FrameType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import uvicorn
 from fastapi import FastAPI
@@ -36,6 +36,9 @@ from server.metrics import Metrics
 from server.middleware import Observe
 from server.protocol import bounded_http
 
+if TYPE_CHECKING:
+    from server.tracing import Tracing
+
 logger = logging.getLogger("offramp")
 
 DESCRIPTION = """Text classification that pays only for the depth each request needs.
@@ -52,7 +55,19 @@ def load_bundles(settings: Settings) -> list[Bundle]:
         raise StartError(str(error)) from None
 
 
-def create_app(settings: Settings, bundles: Sequence[Bundle]) -> FastAPI:
+def load_tracing(settings: Settings) -> "Tracing | None":
+    """What traces requests, where ``settings`` ask for it. Raises :class:`StartError`."""
+    if not settings.tracing:
+        return None
+    try:
+        # Not before: OpenTelemetry is an extra.
+        from server.tracing import tracing_from_environment
+    except ModuleNotFoundError as error:
+        raise StartError(f"--tracing needs {error.name}: pip install 'offramp[otel]' brings it") from None
+    return tracing_from_environment(_version())
+
+
+def create_app(settings: Settings, bundles: Sequence[Bundle], tracing: "Tracing | None" = None) -> FastAPI:
     """The ASGI app: sessions are open and warm when this returns, the engines run for as long as its lifespan.
 
     ``app.state.catalog`` and ``app.state.metrics`` are its models and metrics. Raises :class:`StartError`.
@@ -76,7 +91,7 @@ def create_app(settings: Settings, bundles: Sequence[Bundle]) -> FastAPI:
         lifespan=lifespan,
         redoc_url=None,
         redirect_slashes=False,
-        # Looked up anew for each request, for 0.1 ms, though nobody listens.
+        # Looked up anew for each request, for 0.1 ms, though nobody listens. Our own is in server/tracing.py.
         telemetry={"tracing": False, "metrics": False, "logs": False},
         exception_handlers={ApiError: on_api_error, HTTPException: on_http_error},
     )
@@ -94,7 +109,7 @@ def create_app(settings: Settings, bundles: Sequence[Bundle]) -> FastAPI:
             allow_headers=["Authorization", "Content-Type", "X-Request-ID", WISHES_HEADER],
             expose_headers=["X-Request-ID", "Server-Timing", "Retry-After", EXITS_HEADER],
         )
-    app.add_middleware(Observe, metrics=metrics, catalog=catalog, access_log=settings.access_log)
+    app.add_middleware(Observe, metrics=metrics, catalog=catalog, access_log=settings.access_log, tracing=tracing)
     document: dict[str, Any] = {}
 
     def openapi() -> dict[str, Any]:
@@ -112,7 +127,8 @@ def run(settings: Settings) -> int:
     for name in unknown_variables(dict(os.environ)):
         logger.warning("%s is not a setting of this server", name)
     try:
-        app = create_app(settings, load_bundles(settings))
+        tracing = load_tracing(settings)
+        app = create_app(settings, load_bundles(settings), tracing)
         listener = _listen(settings.host, settings.port)
         monitor = None if settings.metrics_port is None else _listen(settings.host, settings.metrics_port)
     except StartError as error:
@@ -132,7 +148,10 @@ def run(settings: Settings) -> int:
         timeout_graceful_shutdown=int(settings.drain_seconds),
     )
     with asyncio.Runner(loop_factory=config.get_loop_factory()) as runner:
-        return runner.run(_serve(uvicorn.Server(config), app, listener, monitor, settings))
+        status = runner.run(_serve(uvicorn.Server(config), app, listener, monitor, settings))
+    if tracing is not None:
+        tracing.close()
+    return status
 
 
 def _spare_the_garbage_collector() -> None:

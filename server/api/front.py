@@ -81,9 +81,18 @@ class Front:
             context.model = ""
         model = find_model(self._catalog, call.wish.model)
         context.model = model.name
+        trace = context.trace
+        if trace is not None:
+            trace.model = model
         departure = _Departure(request)
         try:
-            document, timing = await classify(model, call.wish, self._settings)
+            document, timing = await classify(
+                model,
+                call.wish,
+                self._settings,
+                request_id=context.request_id,
+                timeline=None if trace is None else trace.timeline,
+            )
         except ApiError as error:
             if error.param is not None and error.param.startswith("inputs"):
                 error.param = call.texts_field + error.param.removeprefix("inputs")
@@ -94,6 +103,8 @@ class Front:
             return _client_left(context)
         finally:
             departure.ignore()
+        if trace is not None:
+            trace.results = document["results"]
         response = call.write(model, document)
         response.headers["Server-Timing"] = timing.header()
         return response

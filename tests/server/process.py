@@ -99,6 +99,15 @@ def process(bundle: Bundle, **settings: Any) -> Iterator[Process]:
         started.wait(10)
 
 
+def ended(started: "subprocess.Popen[str]") -> tuple[int, str]:
+    """The exit status and the log of a server that is to end by itself."""
+    try:
+        _, log = started.communicate(timeout=180)
+    finally:
+        started.kill()
+    return started.returncode, log
+
+
 @dataclass(frozen=True)
 class Reply:
     status: int

@@ -4,7 +4,6 @@ import asyncio
 import json
 import re
 import socket
-import subprocess
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +11,7 @@ import pytest
 
 from models.bundle import Bundle
 from tests.server.conftest import some_texts
-from tests.server.process import Process, ask, classify, metric, process, raw_request, start, until
+from tests.server.process import Process, ask, classify, ended, metric, process, raw_request, start, until
 from tests.tiny import write_tiny_bundle
 
 pytestmark = pytest.mark.anyio
@@ -150,15 +149,10 @@ async def test_what_is_no_request_gets_the_one_error_shape(
         assert (await classify(server, "a film")).status == 200
 
 
-def _end(started: "subprocess.Popen[str]") -> tuple[int, str]:
-    _, error = started.communicate(timeout=180)
-    return started.returncode, error
-
-
 def test_a_taken_port_is_one_line_and_status_1(tiny_bundle: Bundle) -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
-        status, error = _end(start(tiny_bundle.path, port=port, log_level="error"))
+        status, error = ended(start(tiny_bundle.path, port=port, log_level="error"))
     assert status == 1
     assert error == f"offramp: cannot listen on 127.0.0.1:{port}: Address already in use\n"
 
@@ -169,19 +163,19 @@ def test_a_changed_bundle_is_one_line_and_status_1(tmp_path: Path) -> None:
     content = bytearray(graph.read_bytes())
     content[100] ^= 1
     graph.write_bytes(content)
-    status, error = _end(start(bundle.path, log_level="error"))
+    status, error = ended(start(bundle.path, log_level="error"))
     assert status == 1
     assert re.fullmatch(r"offramp: .*segment_2\.onnx: sha256 is not the manifest's.*\n", error)
 
 
 def test_cuda_where_there_is_none_is_one_line_and_status_1(tiny_bundle: Bundle) -> None:
-    status, error = _end(start(tiny_bundle.path, device="cuda:7", log_level="error"))
+    status, error = ended(start(tiny_bundle.path, device="cuda:7", log_level="error"))
     assert status == 1
     assert re.fullmatch(r"offramp: device cuda:7 was asked for, but CUDA does not work here: .*\n", error)
 
 
 def test_a_bad_setting_is_one_line_and_status_1(tiny_bundle: Bundle) -> None:
-    status, error = _end(start(tiny_bundle.path, max_queue="many"))
+    status, error = ended(start(tiny_bundle.path, max_queue="many"))
     assert status == 1
     assert re.fullmatch(r"offramp: setting OFFRAMP_MAX_QUEUE: .*\n", error)
 
