@@ -55,6 +55,10 @@ class Process:
         self.address = host, int(port)
 
     @property
+    def pid(self) -> int:
+        return self._process.pid
+
+    @property
     def url(self) -> str:
         return "http://{}:{}".format(*self.address)
 
