@@ -236,7 +236,7 @@ def mutated(chance: random.Random, request: bytes) -> bytes:
     for _ in range(chance.randint(1, 4)):
         place = chance.randrange(len(data) + 1)
         until = min(len(data), place + chance.randint(1, 30))
-        match chance.randrange(6):
+        match chance.randrange(8):
             case 0:
                 data[place:until] = b""
             case 1:
@@ -249,6 +249,11 @@ def mutated(chance: random.Random, request: bytes) -> bytes:
                 data[place:until] = chance.choice((b"\0", b"\r\n", b"\r\n\r\n", b"[", b'"', b"\xff\xfe", b"9" * 40))
             case 5:
                 data[place:place] = request
+            case _:
+                # Of equal length: what frames the request stays true, and its JSON is what breaks.
+                data[-place:] = data[-place:].replace(
+                    *chance.choice(((b"a", b"9"), (b'"', b"'"), (b"film", b"\\n\\r")))
+                )
     return bytes(data)
 
 
@@ -282,7 +287,7 @@ async def test_requests_with_accidents_get_answers_of_the_contract(server: Proce
         assert found or not sent.strip(b"\r\n"), sent
         for answer in found:
             check(answer)
-    assert len({answer.status for found in got for answer in found}) > 5
+    assert {answer.status for found in got for answer in found} >= {200, 400, 404, 408, 422}
     assert (await classify(server, "a film")).status == 200
 
 
@@ -302,11 +307,13 @@ async def test_clients_that_go_at_any_stage_leave_nothing_behind(server: Process
     assert await metric(server, 'queue_depth{model="tiny",segment="1"}') == 0
 
 
-@pytest.mark.parametrize("start", [b"", KEPT[:-18], head("Content-Length: 1000", "X: y").replace(b"classify", b"no")])
+@pytest.mark.parametrize(
+    "start", [b"GET /no", head("Content-Length: 1000"), head("Content-Length: 1000").replace(b"classify", b"nowhere")]
+)
 async def test_a_client_that_trickles_is_sent_away(server: Process, start: bytes) -> None:
     """Byte by byte, whether the head, the body, or a body whose request has been answered."""
     reader, writer = await asyncio.open_connection(*server.address)
-    writer.write(start or KEPT[:1])
+    writer.write(start)
 
     async def trickle() -> None:
         while True:
@@ -316,7 +323,7 @@ async def test_a_client_that_trickles_is_sent_away(server: Process, start: bytes
 
     trickling = asyncio.ensure_future(trickle())
     (only,) = answers(await reader.read())
-    assert only.status == (404 if b"/no" in start else 408)
+    assert only.status == (404 if b"/nowhere" in start else 408)
     # The server reads on for a while, and closes; what comes then is refused by its kernel.
     with pytest.raises(ConnectionError):
         await trickling
@@ -350,10 +357,9 @@ async def test_nothing_grows(server: Process) -> None:
         return used()
 
     idle = used()[0]
-    for _ in range(2):
-        await round_of_everything()
+    await round_of_everything()
     before = await settled(idle)
-    for _ in range(3):
+    for _ in range(2):
         await round_of_everything()
     after = await settled(before[0])
     assert after[0] <= before[0]
