@@ -30,9 +30,10 @@ class BoundedHttp(HttpToolsProtocol):
       has not arrived ``head_seconds`` after its first byte. A connection that sends nothing at all is closed after that
       time (between requests uvicorn's own, shorter time holds).
     - What is no HTTP gets 400 in our shape, once the requests before it have been answered.
-    - Whoever is answered before the request was complete gets ``Connection: close``, and what is still being sent is
-      read and dropped, up to ``MAX_DROPPED_BYTES`` and ``head_seconds``: a connection closed upon unread bytes is
-      reset, and the client may never see the answer (RFC 9112, 9.6).
+    - Whoever is answered before the request was complete gets ``Connection: close``. After the last answer of a
+      connection what is still being sent is read and dropped until the client closes too, up to ``MAX_DROPPED_BYTES``
+      and ``head_seconds``: a connection closed upon unread bytes is reset, and the client may never see the answer
+      (RFC 9112, 9.6).
     """
 
     def __init__(self, *args: Any, head_seconds: float, **kwargs: Any) -> None:
@@ -113,12 +114,9 @@ class BoundedHttp(HttpToolsProtocol):
     def send_400_response(self, msg: str) -> None:
         self._refuse(ApiError(400, "this is not HTTP/1.1, or not valid"))
 
-    def close(self) -> None:
-        """Closes the connection, at once where nothing more is to come."""
-        if self._in_message and self.cycle is not None and self.cycle.response_complete:
-            self._linger()
-        else:
-            self._socket.close()
+    def timeout_keep_alive_handler(self) -> None:
+        # There is no answer that could be lost.
+        self._socket.close()
 
     @property
     def is_closing(self) -> bool:
@@ -168,9 +166,9 @@ class BoundedHttp(HttpToolsProtocol):
         self._socket.write(
             b"HTTP/1.1 %d %s\r\n%s\r\n%s" % (error.status, _PHRASES[error.status], head, bytes(response.body))
         )
-        self._linger()
+        self.linger()
 
-    def _linger(self) -> None:
+    def linger(self) -> None:
         """Says that nothing more will come from here, and reads on for a while."""
         if self._lingering or self._socket.is_closing():
             return
@@ -188,7 +186,7 @@ class _Transport:
 
     def __init__(self, transport: asyncio.Transport, protocol: BoundedHttp) -> None:
         self._protocol = protocol
-        self.close = protocol.close
+        self.close = protocol.linger
         self.write = transport.write
         self.pause_reading = transport.pause_reading
         self.resume_reading = transport.resume_reading

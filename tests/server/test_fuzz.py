@@ -99,6 +99,7 @@ REQUESTS: dict[str, tuple[bytes, tuple[int, ...]]] = {
     "half a body": (KEPT[:-5], (408,)),
     "half a chunk": (chunked(b"5\r\nhel"), (408,)),
     "many requests at once": (LIVE * 50 + post(GOOD), (200,) * 51),
+    "a last request and a megabyte more": (post(GOOD) + b"a" * MIB, (200,)),
     "a request and no HTTP": (KEPT + b"\0\0\0\0\r\n\r\n", (200, 400)),
     "two requests and a long header": (KEPT + LIVE + head("X: " + "a" * 600_000), (200, 200, 431)),
     "two requests and half a head": (KEPT + LIVE + KEPT[:40], (200, 200, 408)),
