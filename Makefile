@@ -65,7 +65,7 @@ $(DEV_STAMP): pyproject.toml constraints.txt
 	$(check_python)
 	@echo "Installing Offramp for development into $(DEV_ENV) ..."
 	@$(PYTHON) -m venv $(DEV_ENV)
-	@$(DEV_ENV)/bin/python $(PIP_INSTALL) ".[cpu,train,dev]"
+	@$(DEV_ENV)/bin/python $(PIP_INSTALL) ".[cpu,otel,train,dev]"
 	@touch $@
 
 # Apart: the tests need no real backbone, and its package brings scikit-learn and sentence-transformers along.

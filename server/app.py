@@ -17,7 +17,7 @@ from multiprocessing.connection import Connection
 from multiprocessing.context import SpawnProcess
 from pathlib import Path
 from types import FrameType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import uvicorn
 from fastapi import FastAPI
@@ -44,6 +44,9 @@ from server.middleware import Observe
 from server.protocol import bounded_http
 from server.workers import Failed, Line, Loaded, Workers
 
+if TYPE_CHECKING:
+    from server.tracing import Tracing
+
 logger = logging.getLogger("offramp")
 
 DESCRIPTION = """Text classification that pays only for the depth each request needs.
@@ -60,9 +63,22 @@ def load_bundles(settings: Settings) -> list[Bundle]:
         raise StartError(str(error)) from None
 
 
+def load_tracing(settings: Settings) -> "Tracing | None":
+    """What traces requests, where ``settings`` ask for it. Raises :class:`StartError`."""
+    if not settings.tracing:
+        return None
+    try:
+        # Not before: OpenTelemetry is an extra.
+        from server.tracing import tracing_from_environment
+    except ModuleNotFoundError as error:
+        raise StartError(f"--tracing needs {error.name}: pip install 'offramp[otel]' brings it") from None
+    return tracing_from_environment(_version())
+
+
 def create_app(
     settings: Settings,
     bundles: Sequence[Bundle],
+    tracing: "Tracing | None" = None,
     shared: Shared | None = None,
     reload: Callable[[str], Awaitable[Reloaded]] | None = None,
 ) -> FastAPI:
@@ -94,7 +110,7 @@ def create_app(
         lifespan=lifespan,
         redoc_url=None,
         redirect_slashes=False,
-        # Looked up anew for each request, for 0.1 ms, though nobody listens.
+        # Looked up anew for each request, for 0.1 ms, though nobody listens. Our own is in server/tracing.py.
         telemetry={"tracing": False, "metrics": False, "logs": False},
         exception_handlers={ApiError: on_api_error, HTTPException: on_http_error},
     )
@@ -114,7 +130,7 @@ def create_app(
             allow_headers=["Authorization", "Content-Type", "X-Request-ID", WISHES_HEADER],
             expose_headers=["X-Request-ID", "Server-Timing", "Retry-After", EXITS_HEADER],
         )
-    app.add_middleware(Observe, metrics=metrics, catalog=catalog, access_log=settings.access_log)
+    app.add_middleware(Observe, metrics=metrics, catalog=catalog, access_log=settings.access_log, tracing=tracing)
     document: dict[str, Any] = {}
 
     def openapi() -> dict[str, Any]:
@@ -134,13 +150,14 @@ def run(settings: Settings) -> int:
     try:
         if settings.workers > 1:
             return _run_workers(settings)
-        app = create_app(settings, load_bundles(settings))
+        tracing = load_tracing(settings)
+        app = create_app(settings, load_bundles(settings), tracing)
         listener = _listen(settings.host, settings.port)
         monitor = None if settings.metrics_port is None else _listen(settings.host, settings.metrics_port)
     except StartError as error:
         print(f"offramp: {error}", file=sys.stderr)
         return 1
-    return _run(app, listener, monitor, settings)
+    return _run(app, listener, monitor, settings, tracing)
 
 
 def _run_workers(settings: Settings) -> int:
@@ -202,11 +219,12 @@ def work(
     configure_logging(settings.log_level, settings.log_format, worker=shared.number)
     line = Line(connection)
     try:
-        app = create_app(settings, load_bundles(settings), shared, line.reload)
+        tracing = load_tracing(settings)
+        app = create_app(settings, load_bundles(settings), tracing, shared, line.reload)
     except StartError as error:
         line.send(Failed(str(error)))
         sys.exit(1)
-    sys.exit(_run(app, listener, monitor, settings, line))
+    sys.exit(_run(app, listener, monitor, settings, tracing, line))
 
 
 def _run(
@@ -214,6 +232,7 @@ def _run(
     listener: socket.socket,
     monitor: socket.socket | None,
     settings: Settings,
+    tracing: "Tracing | None",
     line: Line | None = None,
 ) -> int:
     """Serves ``app``; ``line`` leads to the parent, where this is one of several processes."""
@@ -231,7 +250,10 @@ def _run(
         timeout_graceful_shutdown=int(settings.drain_seconds),
     )
     with asyncio.Runner(loop_factory=config.get_loop_factory()) as runner:
-        return runner.run(_serve(uvicorn.Server(config), app, listener, monitor, settings, line))
+        status = runner.run(_serve(uvicorn.Server(config), app, listener, monitor, settings, line))
+    if tracing is not None:
+        tracing.close()
+    return status
 
 
 def _spare_the_garbage_collector() -> None:

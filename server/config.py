@@ -199,6 +199,11 @@ class Settings(BaseSettings):
     log_format: Literal["text", "json"] = Field(
         default="text", description="log lines for people, or one JSON object a line"
     )
+    tracing: bool = Field(
+        default=False,
+        description="send traces of requests to an OpenTelemetry collector (needs the extra otel); where to, how many "
+        "and under which name is said by OpenTelemetry's own OTEL_* variables",
+    )
 
     @field_validator("bundles", mode="before")
     @classmethod

@@ -169,10 +169,13 @@ class Metrics:
             "model_reloads_total", "Reloads of a model; after a failure the old version goes on", "model", "outcome"
         )
 
-    def answered(self, model: str, route: str, code: int, seconds: float) -> None:
-        """Counts a request: the model that it went to (empty: none), its route's template, status and duration."""
+    def answered(
+        self, model: str, route: str, code: int, seconds: float, exemplar: dict[str, str] | None = None
+    ) -> None:
+        """Counts a request: the model that it went to (empty: none), its route's template, status and duration;
+        ``exemplar`` names its trace."""
         self._request_series(model, route, code).inc()
-        self._duration_series(model, route).observe(seconds)
+        self._duration_series(model, route).observe(seconds, exemplar)
 
     @functools.cache  # noqa: B019 - one of these to an app, and finding a series by its labels takes 5 microseconds
     def _request_series(self, model: str, route: str, code: int) -> Counter:

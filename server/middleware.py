@@ -9,6 +9,7 @@ import random
 import re
 import time
 from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
@@ -16,6 +17,9 @@ from server.api.errors import ApiError
 from server.catalog import Catalog
 from server.logs import FIELDS
 from server.metrics import UNMATCHED, Metrics
+
+if TYPE_CHECKING:
+    from server.tracing import Trace, Tracing
 
 logger = logging.getLogger("offramp.http")
 
@@ -26,23 +30,33 @@ MAX_ID_LENGTH = 128
 
 @dataclass(slots=True)
 class Context:
-    """What is known of a request: its id, the name of the model that it went to (empty: none), and whether its client
-    left before the answer."""
+    """What is known of a request: its id, its trace where there is tracing, the name of the model that it went to
+    (empty: none), and whether its client left before the answer."""
 
     request_id: str
+    trace: "Trace | None" = None
     model: str = ""
     client_left: bool = False
+
+    @property
+    def fields(self) -> dict[str, Any]:
+        """What a JSON log line says of the request, whatever else it says."""
+        ids = {"request_id": self.request_id}
+        return ids if self.trace is None else {**ids, "trace_id": self.trace.trace_id}
 
 
 class Observe:
     """Gives each request a :class:`Context`, echoes its id, counts it under its route's template, and turns an
     unexpected exception into our 500."""
 
-    def __init__(self, app: ASGIApp, metrics: Metrics, catalog: Catalog, access_log: bool) -> None:
+    def __init__(
+        self, app: ASGIApp, metrics: Metrics, catalog: Catalog, access_log: bool, tracing: "Tracing | None" = None
+    ) -> None:
         self._app = app
         self._metrics = metrics
         self._catalog = catalog
         self._access_log = access_log
+        self._tracing = tracing
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -50,6 +64,8 @@ class Observe:
             return
         started = time.perf_counter()
         context = scope[CONTEXT] = Context(request_id_of(scope))
+        if self._tracing is not None:
+            context.trace = self._tracing.begin(scope)
         status = 0
 
         async def send_with_id(message: Message) -> None:
@@ -73,9 +89,7 @@ class Observe:
                 error = ApiError(503, "the server ended before the answer was ready", type="draining")
                 await error.response(scope)(scope, receive, send_with_id)
         except Exception:
-            logger.exception(
-                "request %s failed", context.request_id, extra={FIELDS: {"request_id": context.request_id}}
-            )
+            logger.exception("request %s failed", context.request_id, extra={FIELDS: context.fields})
             if not status:
                 error = ApiError(500, "something broke; the server's log says what, under the request's id")
                 await error.response(scope)(scope, receive, send_with_id)
@@ -83,14 +97,18 @@ class Observe:
             seconds = time.perf_counter() - started
             code = 499 if context.client_left else status or 499
             route = getattr(scope.get("route"), "path", UNMATCHED)
-            self._metrics.answered(context.model, route, code, seconds)
+            exemplar = None
+            if self._tracing is not None and context.trace is not None:
+                exemplar = context.trace.exemplar
+                self._tracing.end(context.trace, scope["method"], route, code, context.request_id)
+            self._metrics.answered(context.model, route, code, seconds, exemplar)
             if self._access_log:
                 self._log(scope["method"], route, code, seconds, context)
 
     def _log(self, method: str, route: str, status: int, seconds: float, context: Context) -> None:
         milliseconds = round(seconds * 1000, 2)
         fields = {
-            "request_id": context.request_id,
+            **context.fields,
             "method": method,
             "route": route,
             "status": status,

@@ -1,4 +1,5 @@
-"""HTTP/1.1 below the app: bounds on the size and time of a request's head, and our error shape for what is no HTTP."""
+"""HTTP/1.1 below the app: bounds on the size and time of a request's head, our error shape for what is no HTTP, and an
+end of connections that leaves the client its answer."""
 
 import asyncio
 import functools
@@ -11,7 +12,10 @@ from server.api.errors import ApiError
 
 # Other servers take 8 to 16 KiB of request line and headers; uvicorn with httptools collects without end.
 MAX_HEAD_BYTES = 64 * 1024
+# What a client that was answered before its request was complete may still send, to get at its answer.
+MAX_DROPPED_BYTES = 64 * 1024 * 1024
 _UPGRADE = re.compile(rb"(?i)(?<=\n)upgrade(?=[ \t]*:)")
+_PHRASES = {400: b"Bad Request", 408: b"Request Timeout", 431: b"Request Header Fields Too Large"}
 
 
 def bounded_http(head_seconds: float) -> Any:
@@ -20,56 +24,108 @@ def bounded_http(head_seconds: float) -> Any:
 
 
 class BoundedHttp(HttpToolsProtocol):
-    """Uvicorn's protocol, which answers 431 once a request's head exceeds ``MAX_HEAD_BYTES`` by more than one read, and
-    408 where it has not arrived ``head_seconds`` after its first byte. A connection that sends nothing at all is closed
-    after that time (between requests uvicorn's own, shorter time holds)."""
+    """Uvicorn's protocol, with these differences.
+
+    - 431 once a request's head, or its trailers, exceed ``MAX_HEAD_BYTES`` by more than one read; 408 where the head
+      has not arrived ``head_seconds`` after its first byte. A connection that sends nothing at all is closed after that
+      time (between requests uvicorn's own, shorter time holds).
+    - What is no HTTP gets 400 in our shape, once the requests before it have been answered.
+    - Whoever is answered before the request was complete gets ``Connection: close``. After the last answer of a
+      connection what is still being sent is read and dropped until the client closes too, up to ``MAX_DROPPED_BYTES``
+      and ``head_seconds``: a connection closed upon unread bytes is reset, and the client may never see the answer
+      (RFC 9112, 9.6).
+    """
 
     def __init__(self, *args: Any, head_seconds: float, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        self._head_seconds = head_seconds
+        self._seconds = head_seconds
         self._timer: asyncio.TimerHandle | None = None
         self._in_head = self._in_message = False
-        self._head_bytes = 0
+        # Since the last byte of a body: of a head, of trailers, of what frames chunks.
+        self._bytes = 0
+        self._keep_alive = self._ending = self._lingering = False
+        self._dropped = 0
+        # The answer to what came behind requests that are still in work.
+        self._refusal: ApiError | None = None
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
-        super().connection_made(transport)
-        self._await_head()
+        self._socket = transport
+        super().connection_made(_Transport(transport, self))  # type: ignore[arg-type]
+        self._start_timer(self._too_late)
 
     def connection_lost(self, exc: Exception | None) -> None:
-        self._head_is_here()
+        self._stop_timer()
         super().connection_lost(exc)
 
     def data_received(self, data: bytes) -> None:
-        was_in_head = self._in_head
-        if was_in_head or not self._in_message:
-            data = _without_upgrade(data)
-        super().data_received(data)
-        if not self._in_head or self.transport.is_closing():
+        if self._lingering:
+            self._dropped += len(data)
+            if self._dropped > MAX_DROPPED_BYTES:
+                self._socket.close()
             return
-        # A read in which a head begins may be mostly the body before it.
-        self._head_bytes = self._head_bytes + len(data) if was_in_head else 0
-        if self._head_bytes > MAX_HEAD_BYTES:
+        if self._refusal is not None:
+            return
+        if self._in_head or not self._in_message:
+            data = _without_upgrade(data)
+        self._bytes += len(data)
+        super().data_received(data)
+        if self._in_message and self._bytes > MAX_HEAD_BYTES and not self.transport.is_closing():
             self._refuse(ApiError(431, f"request line and headers exceed {MAX_HEAD_BYTES} bytes", type="too_large"))
 
     def on_message_begin(self) -> None:
         self._in_head = self._in_message = True
-        self._await_head()
+        # A read in which a head begins may be mostly the body before it.
+        self._bytes = 0
+        if self._timer is None:
+            self._start_timer(self._too_late)
         super().on_message_begin()
 
     def on_headers_complete(self) -> None:
-        self._in_head = False
-        self._head_is_here()
         super().on_headers_complete()
+        self._in_head = False
+        self._stop_timer()
+        # Until all of it is here: an answer before that is the last one.
+        self._keep_alive, self.cycle.keep_alive = self.cycle.keep_alive, False
+
+    def on_header(self, name: bytes, value: bytes) -> None:
+        # Trailers are no headers (RFC 9110, 6.5.1).
+        if self._in_head:
+            super().on_header(name, value)
+
+    def on_body(self, body: bytes) -> None:
+        self._bytes = 0
+        super().on_body(body)
 
     def on_message_complete(self) -> None:
         self._in_message = False
+        if not self.cycle.response_started:
+            self.cycle.keep_alive = self._keep_alive and not self._ending
         super().on_message_complete()
 
-    def _await_head(self) -> None:
-        if self._timer is None:
-            self._timer = self.loop.call_later(self._head_seconds, self._too_late)
+    def on_response_complete(self) -> None:
+        if self._refusal is not None and not self.pipeline and not self.transport.is_closing():
+            self._answer(self._refusal)
+        super().on_response_complete()
 
-    def _head_is_here(self) -> None:
+    def shutdown(self) -> None:
+        self._ending = True
+        super().shutdown()
+
+    def send_400_response(self, msg: str) -> None:
+        self._refuse(ApiError(400, "this is not HTTP/1.1, or not valid"))
+
+    def timeout_keep_alive_handler(self) -> None:
+        # There is no answer that could be lost.
+        self._socket.close()
+
+    @property
+    def is_closing(self) -> bool:
+        return self._lingering or self._socket.is_closing()
+
+    def _start_timer(self, then: Any) -> None:
+        self._timer = self.loop.call_later(self._seconds, then)
+
+    def _stop_timer(self) -> None:
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None
@@ -77,21 +133,67 @@ class BoundedHttp(HttpToolsProtocol):
     def _too_late(self) -> None:
         self._timer = None
         if self._in_head and (self.cycle is None or self.cycle.response_complete):
-            self._refuse(ApiError(408, f"the request did not arrive within {self._head_seconds:g} s"))
+            self._refuse(ApiError(408, f"the request did not arrive within {self._seconds:g} s"))
         else:
             # Nothing to answer yet, or the answer to the request before is still being written.
-            self.transport.close()
-
-    def send_400_response(self, msg: str) -> None:
-        self._refuse(ApiError(400, "this is not HTTP/1.1, or not valid"))
+            self._socket.close()
 
     def _refuse(self, error: ApiError) -> None:
+        """Answers what is being received with ``error``, in its turn, and takes nothing more."""
+        cycle, in_body = self.cycle, self._in_message and not self._in_head
+        self._stop_timer()
+        if in_body and (waiting := next((one for one in self.pipeline if one[0] is cycle), None)):
+            self.pipeline.remove(waiting)
+        elif in_body:
+            # The app has this request, and waits for the rest of it.
+            cycle.disconnected = True
+            cycle.message_event.set()
+            if cycle.response_started:
+                self._socket.close()
+            else:
+                self._answer(error)
+            return
+        elif cycle is None or cycle.response_complete:
+            self._answer(error)
+            return
+        self._refusal = error
+        self.flow.pause_reading()
+
+    def _answer(self, error: ApiError) -> None:
         response = error.response()
         headers = [*response.raw_headers, (b"connection", b"close")]
         head = b"".join(name + b": " + value + b"\r\n" for name, value in headers)
-        status = {400: b"Bad Request", 408: b"Request Timeout", 431: b"Request Header Fields Too Large"}[error.status]
-        self.transport.write(b"HTTP/1.1 %d %s\r\n%s\r\n%s" % (error.status, status, head, bytes(response.body)))
-        self.transport.close()
+        self._socket.write(
+            b"HTTP/1.1 %d %s\r\n%s\r\n%s" % (error.status, _PHRASES[error.status], head, bytes(response.body))
+        )
+        self.linger()
+
+    def linger(self) -> None:
+        """Says that nothing more will come from here, and reads on for a while."""
+        if self._lingering or self._socket.is_closing():
+            return
+        self._lingering = True
+        # The end of the server need not wait for it.
+        self.connections.discard(self)
+        self._stop_timer()
+        self._start_timer(self._socket.close)
+        self._socket.write_eof()
+        self.flow.resume_reading()
+
+
+class _Transport:
+    """A connection as uvicorn knows it, whose end is the protocol's affair."""
+
+    def __init__(self, transport: asyncio.Transport, protocol: BoundedHttp) -> None:
+        self._protocol = protocol
+        self.close = protocol.linger
+        self.write = transport.write
+        self.pause_reading = transport.pause_reading
+        self.resume_reading = transport.resume_reading
+        self.get_extra_info = transport.get_extra_info
+
+    def is_closing(self) -> bool:
+        return self._protocol.is_closing
 
 
 def _without_upgrade(data: bytes) -> bytes:

@@ -13,7 +13,7 @@ from server.api.schemas import ClassifyRequest, TextPair
 from server.catalog import Catalog, ServedModel
 from server.config import Settings
 from server.engine.engine import NoTokens, NotRunning, Overloaded, Submitted, TooLong
-from server.engine.request import Answer, Outcome, Reading, Text
+from server.engine.request import Answer, Outcome, Reading, Text, Timeline
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,8 +45,16 @@ def overloaded(model: ServedModel, error: Overloaded) -> ApiError:
     return ApiError(429, str(error), headers={"Retry-After": str(error.retry_after)})
 
 
-async def classify(model: ServedModel, request: ClassifyRequest, settings: Settings) -> tuple[dict[str, Any], Timing]:
-    """Classifies the texts of ``request`` with ``model``.
+async def classify(
+    model: ServedModel,
+    request: ClassifyRequest,
+    settings: Settings,
+    *,
+    request_id: str = "",
+    timeline: Timeline | None = None,
+) -> tuple[dict[str, Any], Timing]:
+    """Classifies the texts of ``request`` with ``model``; the log calls them by ``request_id``, and ``timeline`` is
+    filled in on the way.
 
     Returns the document of ``schemas.ClassifyResponse`` and the timing. Raises :class:`ApiError`, naming the field. One
     text that cannot be answered fails its whole request; texts of other requests are not disturbed.
@@ -71,11 +79,15 @@ async def classify(model: ServedModel, request: ClassifyRequest, settings: Setti
             deadline_seconds=None if deadline_ms is None else deadline_ms / 1000,
             every_reading=request.explain,
             tier=depth.tier if depth.tier is not None and depth.tier < 1.0 else None,
+            request_id=request_id,
+            timeline=timeline,
         )
     except Overloaded as error:
         raise overloaded(model, error) from None
     except NotRunning:
         model.metrics.rejected("not_running")
+        if model.engine.broken:
+            raise ApiError(503, "a worker of this model has died") from None
         raise ApiError(503, "the server is starting or draining", type="draining") from None
     except TooLong as error:
         message = f"{error.tokens} tokens, but the model takes at most {error.limit} (truncate is false)"

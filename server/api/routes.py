@@ -197,8 +197,9 @@ def metrics_page(request: Request, metrics: Metrics) -> Response:
 def _read(body: bytes, header: str | None) -> Call:
     try:
         wish = read_as(ClassifyRequest, body)
-    except ApiError:
-        if infinity.is_infinity(body):
+    except ApiError as error:
+        # Only an unknown field tells them apart: what is no JSON, or too much of it, is not read again.
+        if error.status == 422 and infinity.is_infinity(body):
             return infinity.read(body, header)
         raise
     if header is not None:

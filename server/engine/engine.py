@@ -24,9 +24,22 @@ from models.exits import CRITERIA, Policy, Reason, agree, decide, full_depth, ju
 from models.tokenization import Encoded, TextEncoder
 from server.engine.latency import LatencyTable
 from server.engine.order import Order, oldest
-from server.engine.request import Answer, Batch, Check, Failure, Item, Outcome, Reading, Submission, Text
+from server.engine.request import (
+    Answer,
+    Batch,
+    Check,
+    Failure,
+    Item,
+    Outcome,
+    Reading,
+    Run,
+    Submission,
+    Text,
+    Timeline,
+)
 from server.engine.runner import SegmentOutput, SegmentRunner
 from server.engine.scheduler import Scheduler
+from server.logs import FIELDS
 
 logger = logging.getLogger("offramp.engine")
 
@@ -199,6 +212,11 @@ class Engine:
         self._tokenizer_pool.shutdown(wait=False)
 
     @property
+    def broken(self) -> bool:
+        """Whether a worker has died, so that nothing is accepted any more."""
+        return self._broken
+
+    @property
     def healthy(self) -> bool:
         """Whether the engine accepts work and all its workers live."""
         return self._accepting and all(worker.is_alive() for worker in self._workers)
@@ -221,14 +239,17 @@ class Engine:
         deadline_seconds: float | None = None,
         every_reading: bool = True,
         tier: float | None = None,
+        request_id: str = "",
+        timeline: Timeline | None = None,
     ) -> Submitted:
         """Classifies ``texts``, each under the policy at its place, and returns an outcome for each.
 
         At ``deadline_seconds`` from now, texts still on their way are answered from their latest exit, or fail where
         they have passed none. Without ``every_reading`` exits at which a text may not leave anyway are not read, which
         saves their rows; with a deadline they are. ``tier`` is the certified quality that the policies stand for; it
-        makes the texts candidates for shadow checks. Cancelling this coroutine abandons the texts: they are dropped
-        before their next segment.
+        makes the texts candidates for shadow checks. ``request_id`` is what the log says of texts that break;
+        ``timeline`` is filled in on the way. Cancelling this coroutine abandons the texts: they are dropped before
+        their next segment.
 
         Raises :class:`Overloaded`, :class:`NotRunning`, :class:`TooLong` (only without ``truncate``) or
         :class:`NoTokens`; then none of the texts was admitted.
@@ -239,7 +260,9 @@ class Engine:
         self.check_room(len(texts))
         self._requests += 1
         try:
-            return await self._submit(texts, policies, truncate, deadline_seconds, every_reading, tier, started)
+            return await self._submit(
+                texts, policies, truncate, deadline_seconds, every_reading, tier, started, request_id, timeline
+            )
         finally:
             self._requests -= 1
 
@@ -281,13 +304,18 @@ class Engine:
         every_reading: bool,
         tier: float | None,
         started: float,
+        request_id: str,
+        timeline: Timeline | None,
     ) -> Submitted:
         self._admit(len(texts))
         items: list[Item] = []
-        submission = Submission(len(texts), self._loop.create_future())
+        submission = Submission(len(texts), self._loop.create_future(), request_id)
         try:
             encoded = await self._encode(texts, truncate)
             tokenized = self._clock()
+            if timeline is not None:
+                timeline.tokenizing, timeline.tokenized = started, tokenized
+                timeline.runs = [[] for _ in texts]
             deadline = None if deadline_seconds is None else started + deadline_seconds
             if deadline is not None:
                 with self._work:
@@ -305,6 +333,7 @@ class Engine:
                     deadline=deadline,
                     every_reading=every_reading or deadline is not None,
                     audit_tier=tier if random.random() < self._shadow_rate else None,
+                    runs=None if timeline is None else timeline.runs[index],
                 )
                 for index, (one, policy) in enumerate(zip(encoded, policies, strict=True))
             ]
@@ -426,6 +455,7 @@ class Engine:
             audit_tier=None,
             check=Check(item.audit_tier, answer.left.label),
             readings=[],
+            runs=None,
             queued=False,
             done=False,
         )
@@ -513,7 +543,14 @@ class Engine:
         try:
             return self._run(batch, lone)
         except Exception:
-            logger.exception("segment %d failed for %d texts", batch.segment, len(batch.items))
+            ids = sorted({item.submission.request_id for item in batch.items if item.submission is not None})
+            logger.exception(
+                "segment %d failed for %d texts of requests: %s",
+                batch.segment,
+                len(batch.items),
+                ", ".join(ids) or "none, shadow checks",
+                extra={FIELDS: {"request_id": ids[0]} if len(ids) == 1 else {"request_ids": ids}},
+            )
         if len(batch.items) == 1:
             return _Ran(batch.segment, [(batch.items[0], Failure("internal"))], [])
         alone = [self._step(replace(batch, items=[item]), lone) for item in batch.items]
@@ -526,6 +563,7 @@ class Engine:
         started = self._clock()
         output = self._runner.run(segment, items, lone=lone, read=any(reading))
         seconds = self._clock() - started
+        _note(items, segment, started, seconds)
         if not any(reading):
             return self._pass(batch, output, started, seconds)
         logits = output.logits.astype(np.float64)
@@ -596,6 +634,16 @@ class Engine:
         except RuntimeError:
             # The loop was closed without closing the engine: nobody is left to be told.
             logger.debug("the event loop is closed; %s dropped", call.__name__)
+
+
+def _note(items: Sequence[Item], segment: int, started: float, seconds: float) -> None:
+    """Adds a run to the timelines of those texts that have one."""
+    run: Run | None = None
+    for item in items:
+        if item.runs is not None:
+            if run is None:
+                run = Run(segment, started, started + seconds, len(items), sum(one.tokens for one in items))
+            item.runs.append((item.waiting_since, run))
 
 
 @dataclass(frozen=True, slots=True)

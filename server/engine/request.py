@@ -72,14 +72,16 @@ Outcome = Answer | Failure
 
 
 class Submission:
-    """The texts of one ``submit`` call: their outcomes, and a future that completes with the last of them.
+    """The texts of one ``submit`` call: their outcomes, a future that completes with the last of them, and the id of
+    the request that they came with.
 
-    Only the event loop's thread touches it.
+    Only the event loop's thread touches it, but for the id.
     """
 
-    def __init__(self, size: int, future: "asyncio.Future[None]") -> None:
+    def __init__(self, size: int, future: "asyncio.Future[None]", request_id: str = "") -> None:
         self.outcomes: list[Outcome | None] = [None] * size
         self.future = future
+        self.request_id = request_id
         self._open = size
 
     def settle(self, index: int, outcome: Outcome) -> None:
@@ -107,7 +109,7 @@ class Item:
     ``segment`` is the one to run next. ``every_reading`` asks for what each exit on the way says, even where the text
     may not leave. ``audit_tier`` asks for a shadow check once it has left early under that tier; a check is itself an
     item, of which nobody waits for the answer. ``done`` means that nobody waits for it any more: answered, failed or
-    abandoned.
+    abandoned. ``runs`` are its own of a :class:`Timeline`, if there is one.
     """
 
     arrival: int
@@ -129,6 +131,7 @@ class Item:
     waiting_since: float = 0.0
     queue_seconds: float = 0.0
     inference_seconds: float = 0.0
+    runs: "list[tuple[float, Run]] | None" = None
     queued: bool = False
     done: bool = False
 
@@ -146,6 +149,29 @@ class Item:
             queue_seconds=self.queue_seconds,
             inference_seconds=self.inference_seconds,
         )
+
+
+@dataclass(frozen=True, slots=True)
+class Run:
+    """A run of a segment: its beginning and end on the engine's clock, and all its texts and their tokens."""
+
+    segment: int
+    started: float
+    ended: float
+    texts: int
+    tokens: int
+
+
+@dataclass(slots=True)
+class Timeline:
+    """When the texts of one ``submit`` call were tokenized and ran, for whoever asks: seconds on the engine's clock.
+
+    ``runs[index]`` are those of text ``index``, each with the time since when the text had waited for it.
+    """
+
+    tokenizing: float = 0.0
+    tokenized: float = 0.0
+    runs: list[list[tuple[float, Run]]] = field(default_factory=list)
 
 
 T = TypeVar("T")

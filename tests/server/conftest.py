@@ -17,6 +17,7 @@ from server.app import create_app
 from server.catalog import Catalog
 from server.config import load_settings
 from server.metrics import Metrics
+from server.tracing import Tracing
 from tests.tiny import WORDS
 
 
@@ -60,10 +61,10 @@ class Served:
 
 
 @asynccontextmanager
-async def serving(*bundles: Bundle, **settings: Any) -> AsyncIterator[Served]:
+async def serving(*bundles: Bundle, tracing: Tracing | None = None, **settings: Any) -> AsyncIterator[Served]:
     """An app of ``bundles``, started, with a client in the same process."""
     quick = {"threads": 1, "lone_threads": 1, "runs": 2, "measure_seconds": 0.0, "shadow_rate": 0.0}
-    app = create_app(load_settings(**(quick | settings)), bundles)
+    app = create_app(load_settings(**(quick | settings)), bundles, tracing)
     async with app.router.lifespan_context(app):
         transport = httpx.ASGITransport(app, raise_app_exceptions=False)
         async with httpx.AsyncClient(transport=transport, base_url="http://offramp") as client:

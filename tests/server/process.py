@@ -57,6 +57,10 @@ class Process:
         self.address = host, int(port)
 
     @property
+    def pid(self) -> int:
+        return self._process.pid
+
+    @property
     def url(self) -> str:
         return "http://{}:{}".format(*self.address)
 
@@ -118,6 +122,15 @@ def process(bundle: Bundle, **settings: Any) -> Iterator[Process]:
         if started.poll() is None:
             started.kill()
         started.wait(10)
+
+
+def ended(started: "subprocess.Popen[str]") -> tuple[int, str]:
+    """The exit status and the log of a server that is to end by itself."""
+    try:
+        _, log = started.communicate(timeout=180)
+    finally:
+        started.kill()
+    return started.returncode, log
 
 
 @dataclass(frozen=True)

@@ -55,6 +55,20 @@ async def test_a_dead_worker_turns_both_probes_off(tiny_bundle: Bundle) -> None:
         assert (await served.client.get("/livez")).status_code == 503
 
 
+async def test_a_broken_engine_says_so_and_not_that_it_ends(
+    tiny_bundle: Bundle, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with serving(tiny_bundle) as served:
+
+        def broken(now: float) -> None:
+            raise RuntimeError("a surprise")
+
+        monkeypatch.setattr(served.catalog.default.engine._scheduler, "pick", broken)
+        assert (await served.classify("a film")).status_code == 500
+        for response in (await served.classify("a film"), await served.client.get("/readyz")):
+            assert (response.status_code, error_of(response)["type"]) == (503, "not_ready")
+
+
 @pytest.mark.parametrize(
     ("method", "path", "status", "kind"),
     [

@@ -4,7 +4,6 @@ import asyncio
 import json
 import re
 import socket
-import subprocess
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +11,7 @@ import pytest
 
 from models.bundle import Bundle
 from tests.server.conftest import some_texts
-from tests.server.process import Process, ask, classify, metric, process, raw_request, start, until
+from tests.server.process import Process, ask, classify, ended, metric, process, raw_request, start, until
 from tests.tiny import write_tiny_bundle
 
 pytestmark = pytest.mark.anyio
@@ -148,11 +147,6 @@ async def test_what_is_no_request_gets_the_one_error_shape(
         writer.close()
         assert (int(head.split()[1]), error["type"], set(error)) == (status, kind, {"type", "message", "param"})
         assert (await classify(server, "a film")).status == 200
-
-
-def ended(started: "subprocess.Popen[str]") -> tuple[int, str]:
-    _, error = started.communicate(timeout=180)
-    return started.returncode, error
 
 
 def test_a_taken_port_is_one_line_and_status_1(tiny_bundle: Bundle) -> None:

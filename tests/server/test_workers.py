@@ -11,8 +11,8 @@ import pytest
 
 from models.bundle import Bundle
 from tests.server.conftest import eventually
-from tests.server.process import Process, Reply, ask, classify, lives, metric, process, raw_request, start, until
-from tests.server.test_process import HEAVY, ended
+from tests.server.process import Process, Reply, ask, classify, ended, lives, metric, process, raw_request, start, until
+from tests.server.test_process import HEAVY
 from tests.tiny import write_tiny_bundle
 
 pytestmark = pytest.mark.anyio

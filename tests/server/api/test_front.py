@@ -1,11 +1,16 @@
 """What all doors share: limits of requests in work, of time and of tokens."""
 
 import asyncio
+import json
 
 import httpx
 import pytest
 
 from models.bundle import Bundle
+from server.api.errors import ApiError
+from server.api.front import MOST_VALUES, read_as
+from server.api.schemas import ClassifyRequest
+from server.config import MOST_INPUTS
 from tests.server.conftest import Served, error_of, samples, serving
 from tests.server.process import Process, process, raw_request
 
@@ -78,6 +83,22 @@ async def test_a_number_in_the_header_is_written_as_in_json(doors: Served) -> No
         headers = [(b"X-Offramp", wish.encode("latin-1"))]
         response = await doors.client.post("/classify", json={"inputs": "a film"}, headers=headers)
         assert (response.status_code, error_of(response)["param"]) == (422, wish.partition("=")[0])
+
+
+@pytest.mark.parametrize("text", ["plain", ",[{" * 50, '"', "\\", '\\",[', 'a\\\\"[,'])
+def test_the_most_pairs_that_a_request_may_have_are_not_too_many_values_whatever_is_in_them(text: str) -> None:
+    pairs = [{"text": text, "text_pair": text}] * MOST_INPUTS
+    read_as(ClassifyRequest, json.dumps({"inputs": pairs}).encode())
+
+
+@pytest.mark.parametrize("value", [[], {}, 1, "", "a", '"', "\\", ",", {"k": 1}])
+def test_more_values_than_any_request_needs_are_refused_before_they_are_parsed(value: object) -> None:
+    for document in ({"inputs": [value] * (MOST_VALUES + 1)}, [value] * (MOST_VALUES + 1)):
+        body = json.dumps(document).encode()
+        for broken in (body, body[:-1]):
+            with pytest.raises(ApiError, match=f"more than {MOST_VALUES} values") as caught:
+                read_as(ClassifyRequest, broken)
+            assert caught.value.status == 413
 
 
 async def test_slow_bodies_and_slow_heads_are_given_up(tiny_bundle: Bundle) -> None:

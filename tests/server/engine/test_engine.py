@@ -15,6 +15,7 @@ from server.engine.engine import FEW_REQUESTS, MOST_CHECKS, Engine, NoTokens, No
 from server.engine.latency import LatencyTable, Measurement
 from server.engine.request import Answer, Failure, Outcome, Text
 from server.engine.runner import Runner, SegmentOutput, Work
+from server.logs import FIELDS
 from tests.server.conftest import some_texts
 from tests.tiny import POISON, VOCABULARY
 
@@ -371,6 +372,22 @@ async def test_a_text_that_breaks_its_micro_batch_fails_alone(
         assert rig.tally.failures == [Failure("internal")]
         assert "segment 1 failed for 3 texts" in caplog.text
         assert "dull" not in caplog.text
+
+
+async def test_what_broke_is_logged_with_the_ids_of_its_requests(
+    tiny_bundle: Bundle, caplog: pytest.LogCaptureFixture
+) -> None:
+    async with running(tiny_bundle) as rig:
+        gate = Gate(rig, segment=2)
+        inside = asyncio.ensure_future(rig.ask("a good film"))
+        await gate.entered()
+        rig.spy.refused = {VOCABULARY.index("dull")}
+        asked = [asyncio.ensure_future(rig.ask("a dull film", request_id=name)) for name in ("first", "second")]
+        await until(lambda: rig.engine.queue_depth(1) == 2)
+        gate.open()
+        await asyncio.gather(inside, *asked)
+    fields = [getattr(record, FIELDS) for record in caplog.records if "failed for" in record.getMessage()]
+    assert fields == [{"request_ids": ["first", "second"]}, {"request_id": "first"}, {"request_id": "second"}]
 
 
 async def test_a_segment_that_breaks_for_all_ends_no_worker(tiny_bundle: Bundle) -> None:

@@ -17,7 +17,7 @@ ARGUMENTS = (
     "--no-sandbox --disable-gpu --disable-quic --no-first-run --disable-background-networking "
     "--disable-component-update --disable-sync"
 ).split()
-QUIET = {"workers": 1, "threads": 1, "lone_threads": 1, "measure_seconds": 0}
+QUIET = {"runs": 1, "threads": 1, "lone_threads": 1, "measure_seconds": 0}
 KEY = "a-key-for-the-page"
 
 Visit = Callable[..., Page]
