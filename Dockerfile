@@ -45,13 +45,13 @@ EXPOSE 8000
 USER 10001:10001
 WORKDIR /
 ENTRYPOINT ["offramp", "serve"]
-# Asks where the settings say that the server listens (on Linux a connection to 0.0.0.0 is one to this machine);
-# /readyz needs no key.
+# Asks where the settings say that the server listens (on Linux a connection to 0.0.0.0 is one to this machine); /readyz
+# needs no key. A plain socket: importing http.client alone would take three times the CPU time of all this.
 HEALTHCHECK --interval=10s --timeout=3s --start-period=30s --retries=3 CMD ["python", "-ISc", "\
-import http.client, os; \
-server = http.client.HTTPConnection(os.environ['OFFRAMP_HOST'], int(os.environ['OFFRAMP_PORT']), timeout=2); \
-server.request('GET', '/readyz'); \
-raise SystemExit(server.getresponse().status != 200)"]
+import os, socket; \
+server = socket.create_connection((os.environ['OFFRAMP_HOST'], os.environ['OFFRAMP_PORT']), timeout=2); \
+server.sendall(b'GET /readyz HTTP/1.0\\r\\n\\r\\n'); \
+raise SystemExit(b' 200 ' not in server.recv(32))"]
 ARG REVISION=unknown
 LABEL org.opencontainers.image.title="Offramp" \
       org.opencontainers.image.description="Text classification that pays only for the depth each request needs" \
