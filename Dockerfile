@@ -57,7 +57,7 @@ LABEL org.opencontainers.image.title="Offramp" \
       org.opencontainers.image.description="Text classification that pays only for the depth each request needs" \
       org.opencontainers.image.version="0.1.0" \
       org.opencontainers.image.revision="${REVISION}" \
-      org.opencontainers.image.licenses="Apache-2.0"
+      org.opencontainers.image.licenses="Apache-2.0 AND OFL-1.1"
 
 FROM server AS gpu
 # What NVIDIA's container runtime must hand in; CUDA and cuDNN themselves are in the image. Without a GPU the start fails,
