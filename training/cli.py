@@ -299,11 +299,18 @@ def sweep(
     seeds: Annotated[str, typer.Option(help="as 0,1,2")] = "0,1,2",
     examples: Annotated[int | None, typer.Option(help="train on so many examples, drawn by each seed")] = None,
     epochs: Annotated[int, typer.Option(help="passes over the training split")] = 2,
+    batch_size: Annotated[int, typer.Option(help="examples per step")] = 64,
+    learning_rate: Annotated[float, typer.Option(help="peak learning rate of the encoder")] = 8e-5,
+    contrast_weights: Annotated[
+        str, typer.Option(help="lambda of the contrastive part, as 0.1,0.5: each of them, in methods that have one")
+    ] = "0.2",
+    max_length: Annotated[int, typer.Option(help="longest input in tokens")] = 128,
     backbone: Annotated[str, typer.Option(help="BERT-family encoder")] = "minilm-l6",
     threads: Annotated[int | None, typer.Option(help="CPU threads [default: torch's choice]", min=1)] = None,
 ) -> None:
     """Train a grid of methods, heads and seeds; print mean ± std per exit. It can be stopped and started again."""
     from training.sweep import run_grid
+    from training.trainer import TrainingSettings
 
     if threads is not None:
         import torch
@@ -318,8 +325,10 @@ def sweep(
             heads=[h.strip() for h in heads.split(",")],
             seeds=_numbers("seeds", seeds),
             examples=examples,
-            epochs=epochs,
             backbone=backbone,
+            settings=TrainingSettings(epochs=epochs, batch_size=batch_size, learning_rate=learning_rate),
+            weights=_decimals("contrast-weights", contrast_weights),
+            max_length=max_length,
             tell=lambda text: typer.echo(text, err=True),
         )
     )
@@ -335,6 +344,13 @@ def _numbers(option: str, text: str) -> list[int]:
         return [int(part) for part in text.split(",")]
     except ValueError:
         raise UsageError(f"--{option} must be whole numbers with commas between, not {text!r}") from None
+
+
+def _decimals(option: str, text: str) -> list[float]:
+    try:
+        return [float(part) for part in text.split(",")]
+    except ValueError:
+        raise UsageError(f"--{option} must be numbers with commas between, not {text!r}") from None
 
 
 def _settings(values: Mapping[str, Any], output: Path) -> "RunSettings":

@@ -99,7 +99,7 @@ def test_a_cell_killed_while_it_was_scored_is_not_trained_again(
 
     cell = Cell("jt", "mean", 0)
     with monkeypatch.context() as patch:
-        patch.setattr(training.sweep, "exit_metrics", killed)
+        patch.setattr(training.sweep, "exit_logits", killed)
         with pytest.raises(KeyboardInterrupt):
             run(tmp_path, cell)
     steps: list[StepReport] = []
@@ -133,8 +133,8 @@ def grid(folder: Path, method: str) -> str:
         heads=["mean"],
         seeds=[0],
         examples=None,
-        epochs=1,
         backbone="",
+        settings=SETTINGS,
     )
 
 
