@@ -334,6 +334,31 @@ def sweep(
     )
 
 
+@commands.command()
+def report(
+    output: Annotated[Path, typer.Option(help="folder for the CSVs, the figures and report.md")],
+    folders: Annotated[
+        list[Path] | None,
+        typer.Argument(help="folders of offramp sweep, or one of such folders [default: the CSVs in --output]"),
+    ] = None,
+    embed: Annotated[bool, typer.Option(help="t-SNE of the exits' vectors; some seconds for each exit")] = True,
+) -> None:
+    """Tables, paired tests and figures of sweeps, and the CSVs that all of them can be made from again."""
+    from training.checkpoint import replace_text
+    from training.figures import draw
+    from training.findings import collect, read_csvs, write_csvs
+    from training.findings import report as in_words
+
+    if folders:
+        write_csvs(collect(folders, embed=embed), output)
+    findings = read_csvs(output)
+    figures = draw(findings)
+    for name, (_, image) in figures.items():
+        (output / name).write_bytes(image)
+    replace_text(output / "report.md", in_words(findings, {name: caption for name, (caption, _) in figures.items()}))
+    typer.echo(f"{output / 'report.md'}: {len(findings.scores)} rows of scores, {len(figures)} figures")
+
+
 def _name_of(folder: Path) -> str:
     """A folder's name as that of a model: what names may not hold becomes a hyphen."""
     return re.sub(r"[^A-Za-z0-9._-]+", "-", folder.resolve().name).strip("._-")[:128] or "model"

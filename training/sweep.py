@@ -224,7 +224,14 @@ def run_grid(
 
 def read_results(folder: Path) -> list[dict[str, Any]]:
     """Every finished cell under ``folder``, by name."""
-    return [json.loads(p.read_text(encoding="utf-8")) for p in sorted(folder.glob("*/result.json"))]
+    return [result for _, result in read_cells(folder)]
+
+
+def read_cells(folder: Path) -> list[tuple[Path, dict[str, Any]]]:
+    """Every finished cell's own folder and result, by name."""
+    return [
+        (path.parent, json.loads(path.read_text(encoding="utf-8"))) for path in sorted(folder.glob("*/result.json"))
+    ]
 
 
 def training_part(examples: Sequence[Example], size: int | None, seed: int) -> tuple[Example, ...]:
