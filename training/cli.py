@@ -10,6 +10,7 @@ import math
 import re
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
@@ -125,6 +126,7 @@ def train(
         # Eager: it must have been read when the other options look for their defaults.
         typer.Option(help="YAML file with any of these options; flags win", callback=_recipe, is_eager=True),
     ] = None,
+    track: Annotated[str | None, typer.Option(help="log to tensorboard, or another tracker of accelerate")] = None,
     resume: Annotated[bool, typer.Option("--resume", help="go on with the run in --output")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="print a summary as JSON at the end")] = False,
 ) -> None:
@@ -132,6 +134,7 @@ def train(
     values = {k: v for k, v in locals().items() if k not in ("recipe", "resume", "as_json", "output")}
     from training import pipeline
     from training.parallel import launched_rank
+    from training.tracking import tracked
 
     settings = _settings(values, output)
     if values["threads"] is not None:
@@ -142,7 +145,10 @@ def train(
     if launched_rank() > 0:
         pipeline.run(settings, output, resume=resume)
         return
-    with _progress(settings.training.all_epochs) as observer:
+    with (
+        _progress(settings.training.all_epochs) as bar,
+        tracked(bar, track, output, pipeline.flat(asdict(settings.training))) as observer,
+    ):
         try:
             bundle = pipeline.run(settings, output, resume=resume, observer=observer)
         except pipeline.PipelineError as error:
@@ -306,6 +312,7 @@ def sweep(
     ] = "0.2",
     max_length: Annotated[int, typer.Option(help="longest input in tokens")] = 128,
     backbone: Annotated[str, typer.Option(help="BERT-family encoder")] = "minilm-l6",
+    track: Annotated[str | None, typer.Option(help="log to tensorboard, or another tracker of accelerate")] = None,
     threads: Annotated[int | None, typer.Option(help="CPU threads [default: torch's choice]", min=1)] = None,
 ) -> None:
     """Train a grid of methods, heads and seeds; print mean ± std per exit. It can be stopped and started again."""
@@ -329,6 +336,7 @@ def sweep(
             settings=TrainingSettings(epochs=epochs, batch_size=batch_size, learning_rate=learning_rate),
             weights=_decimals("contrast-weights", contrast_weights),
             max_length=max_length,
+            tracker=track,
             tell=lambda text: typer.echo(text, err=True),
         )
     )

@@ -26,7 +26,11 @@ from training.sweep import ANSWERS_NAME, read_cells
 # In a row of an angle histogram, degrees.
 BIN = 5
 # From "leave at once" to "never before the last exit".
-THRESHOLDS = (0.0, *np.round(1 - np.geomspace(0.5, 1e-5, 60), 7).tolist(), 1.0)
+THRESHOLDS = (
+    *np.arange(0.0, 0.95, 0.02).round(2).tolist(),
+    *np.round(1 - np.geomspace(0.05, 1e-5, 30), 7).tolist(),
+    1.0,
+)
 # What single-exit and multi-exit methods are compared with.
 REFERENCES = ("acl", "acl-cl")
 _DEFAULT_WEIGHT = Contrast().weight
@@ -323,7 +327,7 @@ def report(findings: Findings, figures: Mapping[str, str]) -> str:
         parts += ["## Angles between the gradients", angles]
     if weights := _weight_table(findings):
         parts += ["## Weight of the contrastive part", weights]
-    parts += [f"![{caption}]({name})\n\n{caption}" for name, caption in figures.items()]
+    parts += [f"![{name}]({name})\n\n{caption}" for name, caption in figures.items()]
     return "\n\n".join(parts) + "\n"
 
 

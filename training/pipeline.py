@@ -569,8 +569,8 @@ def _claim(folder: Path, settings: RunSettings, *, resume: bool) -> None:
     if path.exists():
         if not resume:
             raise PipelineError(f"{folder}: holds a run already; go on with --resume, or choose another output")
-        found = _flat(json.loads(json.dumps(asdict(read_run(folder)))))
-        differing = sorted(name for name, value in _flat(document).items() if found.get(name) != value)
+        found = flat(json.loads(json.dumps(asdict(read_run(folder)))))
+        differing = sorted(name for name, value in flat(document).items() if found.get(name) != value)
         if differing:
             raise PipelineError(f"{folder}: the run there has other settings: {', '.join(differing)}")
         return
@@ -578,10 +578,11 @@ def _claim(folder: Path, settings: RunSettings, *, resume: bool) -> None:
     replace_text(path, json.dumps(document, indent=1) + "\n")
 
 
-def _flat(document: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+def flat(document: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    """Nested settings as one level, names joined by dots."""
     flat: dict[str, Any] = {}
     for name, value in document.items():
-        flat |= _flat(value, f"{prefix}{name}.") if isinstance(value, dict) else {prefix + name: value}
+        flat |= flat(value, f"{prefix}{name}.") if isinstance(value, dict) else {prefix + name: value}
     return flat
 
 

@@ -28,7 +28,8 @@ from training.data import Example, Tokenized, subset, tokenize
 from training.methods import METHODS, Contrast, MethodName
 from training.metrics import metric_value
 from training.parallel import launched_count
-from training.pipeline import DataSettings, exit_specs, prepare
+from training.pipeline import DataSettings, Observer, exit_specs, flat, prepare
+from training.tracking import tracked
 from training.trainer import (
     EpochReport,
     StepReport,
@@ -184,6 +185,7 @@ def run_grid(
     settings: TrainingSettings,
     weights: Sequence[float] = (Contrast().weight,),
     max_length: int = 128,
+    tracker: str | None = None,
     tell: Callable[[str], None] = lambda text: None,
 ) -> str:
     """Runs every cell of seeds × methods × heads that is not done yet, and returns the :func:`summary` of all.
@@ -207,17 +209,20 @@ def run_grid(
             of_method = weights if METHODS[cast(MethodName, method)].contrast else (Contrast().weight,)
             for head, weight in itertools.product(heads, of_method):
                 cell = Cell(cast(MethodName, method), cast(Head, head), seed, weight)
-                result = run_cell(
-                    cell,
-                    encoder,
-                    part,
-                    prepared.splits.validation,
-                    prepared.evaluation,
-                    prepared.splits.labels,
-                    replace(settings, metric=prepared.metric),
-                    folder,
-                    max_length=max_length,
-                )
+                with tracked(Observer(), tracker, folder / cell.name, flat(asdict(settings))) as observer:
+                    result = run_cell(
+                        cell,
+                        encoder,
+                        part,
+                        prepared.splits.validation,
+                        prepared.evaluation,
+                        prepared.splits.labels,
+                        replace(settings, metric=prepared.metric),
+                        folder,
+                        max_length=max_length,
+                        on_step=observer.step,
+                        on_epoch=observer.epoch,
+                    )
                 tell(f"{cell.name}: " + " ".join(f"{100 * e['score']:.1f}" for e in result["exits"]))
     return summary(read_results(folder))
 
