@@ -2,6 +2,9 @@
 
     PYTHONPATH=. python benchmarks/drift.py models/zoo/sst2-minilm-l6 --file SST-2/dev.tsv --text-column sentence \\
         --other banking77=banking77/test.csv:text --csv drift.csv
+    PYTHONPATH=. python benchmarks/drift.py --csv drift.csv
+
+The second line prints the table again from the rows that the first one wrote.
 
 A promise is agreement with full depth on texts like those of the risk split, so no labels are needed. The texts of
 ``--file`` are taken as they are, then shifted: typing errors, halves of texts, words out of order, two texts as one;
@@ -12,7 +15,7 @@ import argparse
 import csv
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 
 import numpy as np
@@ -41,7 +44,7 @@ class Row:
     texts: str
     n: int
     mean_tokens: float
-    precision: Precision
+    precision: str
     promised: float
     agreement: float
     p_value: float
@@ -157,6 +160,12 @@ def table(rows: Sequence[Row]) -> str:
     return "\n".join(lines)
 
 
+def read_rows(path: Path) -> list[Row]:
+    """Rows as ``--csv`` wrote them."""
+    with path.open(newline="", encoding="utf-8") as stream:
+        return [Row(**{f.name: f.type(row[f.name]) for f in fields(Row)}) for row in csv.DictReader(stream)]
+
+
 def _other(text: str) -> tuple[str, list[Example]]:
     name, _, place = text.partition("=")
     path, _, column = place.rpartition(":")
@@ -174,15 +183,22 @@ def _first_other_column(path: str, column: str) -> str:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
-    parser.add_argument("bundle")
-    parser.add_argument("--file", required=True, help="texts like those calibrated on: .csv, .tsv or .jsonl")
+    parser.add_argument("bundle", nargs="?")
+    parser.add_argument("--file", help="texts like those calibrated on: .csv, .tsv or .jsonl")
     parser.add_argument("--text-column", default="text")
     parser.add_argument("--label-column", default="label")
     parser.add_argument("--other", action="append", default=[], type=_other, help="NAME=FILE:COLUMN, again and again")
     parser.add_argument("--precision", help="[default: the one served by default]")
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--csv", type=Path, help="write the rows there too")
+    parser.add_argument("--csv", type=Path, help="write the rows there too; without a bundle: read them there")
     arguments = parser.parse_args()
+    if arguments.bundle is None:
+        if arguments.csv is None or arguments.file is not None:
+            parser.error("give a bundle and --file, or --csv alone")
+        print(table(read_rows(arguments.csv)))
+        return
+    if arguments.file is None:
+        parser.error("a bundle needs --file")
     try:
         examples = read_table(arguments.file, arguments.text_column, arguments.label_column).examples
     except DataError as error:
@@ -197,7 +213,7 @@ def main() -> None:
         rows += tiers_on(bundle, precision, name, [example.text for example in others])
     if arguments.csv is not None:
         with arguments.csv.open("w", newline="", encoding="utf-8") as stream:
-            writer = csv.DictWriter(stream, list(asdict(rows[0])))
+            writer = csv.DictWriter(stream, list(asdict(rows[0])), lineterminator="\n")
             writer.writeheader()
             writer.writerows(asdict(row) for row in rows)
     print(

@@ -61,7 +61,9 @@ def _recipe(context: typer.Context, path: Path | None) -> Path | None:
 def train(
     output: Annotated[Path, typer.Option(help="folder of this run: checkpoint, logs, and at the end bundle/")],
     task: Annotated[str | None, typer.Option(help="a task of GLUE: cola, sst2, mrpc, qqp, mnli, qnli or rte")] = None,
-    data_dir: Annotated[Path | None, typer.Option(help="with --task: folder with its files in GLUE's layout")] = None,
+    data_dir: Annotated[
+        Path | None, typer.Option(help="with --task: folder with its files in GLUE's layout, or hf:nyu-mll/glue")
+    ] = None,
     train_file: Annotated[Path | None, typer.Option(help="your own texts: .csv, .tsv or .jsonl")] = None,
     eval_file: Annotated[
         Path | None, typer.Option(help="with --train-file: texts to score on [default: the validation split]")
@@ -298,7 +300,7 @@ def calibrate(
 @commands.command()
 def sweep(
     output: Annotated[Path, typer.Option(help="folder of the grid; finished runs in it are kept")],
-    data_dir: Annotated[Path, typer.Option(help="folder with the task's files in GLUE's layout")],
+    data_dir: Annotated[Path, typer.Option(help="folder with the task's files in GLUE's layout, or hf:nyu-mll/glue")],
     task: Annotated[str, typer.Option(help="a task of GLUE: cola, sst2, mrpc, qqp, mnli, qnli or rte")] = "sst2",
     methods: Annotated[str, typer.Option(help="as jt,acl-cl")] = "jt,acl-cl",
     heads: Annotated[str, typer.Option(help="as mean,peek")] = "mean,peek",
