@@ -17,6 +17,7 @@ import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from scipy.stats import binom
@@ -163,7 +164,12 @@ def table(rows: Sequence[Row]) -> str:
 def read_rows(path: Path) -> list[Row]:
     """Rows as ``--csv`` wrote them."""
     with path.open(newline="", encoding="utf-8") as stream:
-        return [Row(**{f.name: f.type(row[f.name]) for f in fields(Row)}) for row in csv.DictReader(stream)]
+        return [_row(row) for row in csv.DictReader(stream)]
+
+
+def _row(cells: Mapping[str, str]) -> Row:
+    kinds: dict[str, Any] = {f.name: f.type for f in fields(Row)}
+    return Row(**{name: kind(cells[name]) for name, kind in kinds.items()})
 
 
 def _other(text: str) -> tuple[str, list[Example]]:

@@ -588,10 +588,10 @@ def _claim(folder: Path, settings: RunSettings, *, resume: bool) -> None:
 
 def flat(document: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
     """Nested settings as one level, names joined by dots."""
-    flat: dict[str, Any] = {}
+    level: dict[str, Any] = {}
     for name, value in document.items():
-        flat |= flat(value, f"{prefix}{name}.") if isinstance(value, dict) else {prefix + name: value}
-    return flat
+        level |= flat(value, f"{prefix}{name}.") if isinstance(value, dict) else {prefix + name: value}
+    return level
 
 
 def _encoder(tokenizer_json: str, architecture: Architecture) -> TextEncoder:

@@ -72,7 +72,7 @@ class Task:
             columns = self.hub_columns or tuple(c for c in (self.text_column, self.pair_column) if c is not None)
             # As a spreadsheet counts: after a header.
             examples = tuple(
-                Example(*(row[c] for c in columns), *(() if self.pair_column else (None,)), names[row["label"]], at)
+                Example(row[columns[0]], row[columns[1]] if columns[1:] else None, names[row["label"]], at)
                 for at, row in enumerate(rows, start=2)
             )
         # What the hub's client and its readers raise shares no base.

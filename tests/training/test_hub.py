@@ -100,7 +100,7 @@ def test_a_backbone_is_found_by_its_hub_name_in_the_cache(tmp_path: Path) -> Non
     (folder / "refs").mkdir()
     (folder / "refs" / "main").write_text("0" * 40)
     done = load_from_cache(tmp_path, "someone/tiny")
-    assert done.stdout.split() == ["2"], done.stderr
+    assert done.stdout.split() == ["3"], done.stderr
     missing = load_from_cache(tmp_path, "someone/else")
     assert missing.returncode != 0
     assert "ValueError: backbone 'someone/else' could not be loaded: " in missing.stderr
