@@ -245,14 +245,15 @@ def training_part(examples: Sequence[Example], size: int | None, seed: int) -> t
 
 
 def summary(results: Iterable[dict[str, Any]]) -> str:
-    """A Markdown table: one row per method and head, mean ± std (n − 1) over seeds of each exit's score, by cost."""
-    groups: dict[tuple[str, str], list[dict[str, Any]]] = defaultdict(list)
+    """A Markdown table per method, head and weight: mean ± std (n − 1) over seeds of each exit's score, by cost."""
+    groups: dict[tuple[str, str, float], list[dict[str, Any]]] = defaultdict(list)
     for result in results:
-        groups[result["method"], result["head"]].append(result)
+        groups[result["method"], result["head"], result["settings"]["contrast"]["weight"]].append(result)
     if not groups:
         return "no finished runs\n"
     lines = []
-    for (method, head), runs in sorted(groups.items()):
+    for (method, head, weight), runs in sorted(groups.items()):
+        of_weight = "" if weight == Contrast().weight else f"λ = {weight:g}, "
         exits = runs[0]["exits"]
         scores = 100 * np.array([[e["score"] for e in r["exits"]] for r in runs])
         spread = scores.std(axis=0, ddof=1) if len(runs) > 1 else np.full(len(exits), np.nan)
@@ -261,7 +262,8 @@ def summary(results: Iterable[dict[str, Any]]) -> str:
         angle = np.array([r["angle_by_epoch"][-1] for r in runs], dtype=float).mean()
         conflicts = 100 * np.array([r["conflicts_by_epoch"][-1] for r in runs], dtype=float).mean()
         lines.append(
-            f"\n{method}, {head}, {len(runs)} seeds, {runs[0]['examples']} examples, n = {runs[0]['evaluated_on']}\n"
+            f"\n{method}, {head}, {of_weight}{len(runs)} seeds, {runs[0]['examples']} examples, "
+            f"n = {runs[0]['evaluated_on']}\n"
         )
         lines.append("| cost in layers | " + " | ".join(f"{e['cost']:.2f}" for e in exits) + " | mean of exits |")
         lines.append("|---" * (len(exits) + 2) + "|")

@@ -24,12 +24,47 @@ def trained(backbone: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("trained")
     data = write_texts(folder / "texts.csv", 300)
     command = ["train", "--train-file", str(data), "--backbone", str(backbone), "--output", str(folder / "run"), *QUICK]
-    assert run(command) == 0
+    assert run([*command, "--track", "tensorboard"]) == 0
     return folder / "run"
 
 
 def test_train_ends_with_a_bundle_named_after_its_folder(trained: Path) -> None:
     assert Bundle.load(trained / "bundle").manifest.name == "run"
+
+
+def test_a_tracker_logs_into_the_runs_folder(trained: Path) -> None:
+    assert list((trained / "logs").rglob("events.out.tfevents.*"))
+
+
+def test_a_sweep_goes_over_methods_and_weights_and_its_summary_ends_it(
+    backbone: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for file, rows in (("train.tsv", 1510), ("dev.tsv", 20)):
+        lines = [f"{i}\tpremise w{i}\tw{i % 7}\t{'not_' if i % 2 else ''}entailment" for i in range(rows)]
+        (tmp_path / file).write_text("\n".join(["index\tsentence1\tsentence2\tlabel", *lines]) + "\n")
+    command = [
+        "sweep",
+        "--task",
+        "rte",
+        "--data-dir",
+        str(tmp_path),
+        "--output",
+        str(tmp_path / "grid"),
+        "--seeds",
+        "4",
+    ]
+    options = ["--methods", "jt,acl", "--heads", "mean", "--examples", "40", "--epochs", "1", "--batch-size", "20"]
+    small = ["--backbone", str(backbone), "--max-length", "16", "--threads", "1"]
+    assert run([*command, *options, *small, "--contrast-weights", "0.2,0.7"]) == 0
+    # A method without a contrastive part has no weight to vary.
+    assert {p.name for p in (tmp_path / "grid").iterdir()} == {
+        "jt-mean-seed4",
+        "acl-mean-seed4",
+        "acl-mean-weight0.7-seed4",
+    }
+    assert "jt, mean, 1 seeds, 40 examples, n = 20" in capsys.readouterr().out
+    assert run([*command, "--contrast-weights", "0.2,high"]) == 2
+    assert "--contrast-weights must be numbers with commas between, not '0.2,high'" in capsys.readouterr().err
 
 
 def test_a_finished_run_resumes_to_the_same_bundle_without_training_again(

@@ -133,8 +133,11 @@ def test_a_cell_killed_while_it_was_scored_is_not_trained_again(
     assert len(read_results(tmp_path)) == 1
 
 
-def result(method: str, head: str, seed: int, scores: list[float], angle: float | None = None) -> dict[str, Any]:
+def result(
+    method: str, head: str, seed: int, scores: list[float], angle: float | None = None, weight: float = 0.2
+) -> dict[str, Any]:
     return {
+        "settings": {"contrast": {"weight": weight}},
         "method": method,
         "head": head,
         "seed": seed,
@@ -193,6 +196,12 @@ def test_the_summary_gives_mean_and_deviation_over_seeds() -> None:
     # One seed has no deviation, and joint training no angle.
     assert table[9] == "jt, peek, 1 seeds, 8000 examples, n = 872"
     assert table[-1] == "| accuracy, % | 50.0 ± nan | 60.0 ± nan | 55.00 ± nan |"
+
+
+def test_runs_of_another_weight_have_a_table_of_their_own() -> None:
+    table = summary([result("acl", "mean", 0, [0.7]), result("acl", "mean", 0, [0.6], weight=0.7)])
+    assert "\nacl, mean, 1 seeds, 8000 examples, n = 872\n" in table
+    assert "\nacl, mean, λ = 0.7, 1 seeds, 8000 examples, n = 872\n" in table
 
 
 def test_the_summary_of_nothing_says_so(tmp_path: Path) -> None:
