@@ -23,8 +23,6 @@ COLOURS = {
     "ce+scl": "#009E73",
     "acl": "#D55E00",
 }
-# What t-SNE shows: the usual way to train, and the one with label embeddings in it.
-EMBEDDED = ("jt", "acl-cl")
 _CLASSES = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9")
 _INK = "#24292f"
 
@@ -52,8 +50,8 @@ def draw(findings: Findings) -> dict[str, tuple[str, bytes]]:
                 "mean of the exits before it; bars are one standard deviation over seeds."
             )
             made["weights.png"] = caption, rendered(_weights(findings))
-        for task, head in dict.fromkeys((p.task, p.head) for p in findings.places if p.method in EMBEDDED):
-            own_places = [p for p in findings.places if (p.task, p.head) == (task, head) and p.method in EMBEDDED]
+        for task, head in dict.fromkeys((p.task, p.head) for p in findings.places):
+            own_places = [p for p in findings.places if (p.task, p.head) == (task, head)]
             caption = (
                 f"{task}, head {head}: t-SNE of the vectors that enter each exit's classifier, one seed, texts of the "
                 "evaluation file coloured by their true class; stars are the label embeddings."

@@ -33,6 +33,8 @@ THRESHOLDS = (
 )
 # What single-exit and multi-exit methods are compared with.
 REFERENCES = ("acl", "acl-cl")
+# What t-SNE shows: the usual way to train, and where it was run beside it the one with label embeddings in it.
+EMBEDDED = ("jt", "acl-cl")
 _DEFAULT_WEIGHT = Contrast().weight
 
 
@@ -144,7 +146,7 @@ def collect(folders: Sequence[Path], *, embed: bool = True) -> Findings:
             for (method, head), runs in groups.items():
                 points += _points(part.name, method, head, runs)
                 angles += _angles(part.name, method, head, [path for path, _ in runs])
-                if embed and not is_single(method):
+                if embed and method in EMBEDDED and (EMBEDDED[-1], head) in groups:
                     places += _places(part.name, method, head, runs[0][0])
     return Findings(tuple(scores), tuple(points), tuple(angles), tuple(places))
 
