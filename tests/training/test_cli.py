@@ -5,12 +5,14 @@ from pathlib import Path
 
 import pytest
 
+import training
 from models.bundle import Bundle
 from offramp import run
 from tests.tiny_backbones import save_tiny, tiny_model
 from tests.training.test_pipeline import write_texts
 from training.cli import _name_of
 
+RECIPES = Path(training.__file__).parent / "recipes"
 QUICK = ["--epochs", "1", "--batch-size", "16", "--learning-rate", "3e-3", "--precisions", "fp32", "--threads", "1"]
 
 
@@ -123,6 +125,17 @@ def test_calibrate_replaces_the_bundle_or_writes_another(trained: Path, tmp_path
     command = ["calibrate", str(trained / "bundle"), "--file", str(data), "--output", str(tmp_path / "new")]
     assert run(command) == 0
     assert Bundle.load(tmp_path / "new").manifest.provenance["calibrated_on"] == "traffic.csv"
+
+
+@pytest.mark.parametrize("recipe", sorted(RECIPES.glob("*.yaml")), ids=lambda path: path.stem)
+def test_every_recipe_of_the_package_is_taken_and_says_what_it_gave(
+    recipe: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run(["train", "--recipe", str(recipe), "--data-dir", str(tmp_path), "--output", str(tmp_path / "run")]) == 1
+    assert f"{tmp_path / 'train.tsv'}: no such file" in capsys.readouterr().err
+    comments = " ".join(line[1:] for line in recipe.read_text().splitlines() if line.startswith("#"))
+    assert f"offramp train --recipe training/recipes/{recipe.name} " in comments
+    assert "Result" in comments
 
 
 def test_a_recipe_gives_options_and_flags_win(backbone: Path, tmp_path: Path) -> None:
