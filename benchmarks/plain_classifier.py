@@ -64,6 +64,7 @@ def train(arguments: argparse.Namespace) -> None:
         train_sampling_strategy="group_by_length",
         save_strategy="no",
         report_to="none",
+        dataloader_pin_memory=False,
         disable_tqdm=True,
         logging_steps=50,
         seed=arguments.seed,
