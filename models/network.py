@@ -332,7 +332,7 @@ def load_backbone(name: str) -> Backbone:
 
     # A bar for a file that loads in a tenth of a second would stand between the caller's own lines.
     logging.disable_progress_bar()
-    source = str(_packaged_minilm()) if name == PACKAGED_MINILM else str(Path(name).expanduser())
+    source = backbone_source(name)
     if (Path(source).is_absolute() or name.startswith(".")) and not Path(source).is_dir():
         raise ValueError(f"backbone {name!r} could not be loaded: no such folder")
     try:
@@ -419,6 +419,11 @@ def _check_against(model: nn.Module, backbone: Backbone) -> None:
 
 
 PACKAGED_MINILM = "minilm-l6"
+
+
+def backbone_source(name: str) -> str:
+    """What transformers finds the encoder ``name`` under: a folder or a hub name; ValueError without the package."""
+    return str(_packaged_minilm()) if name == PACKAGED_MINILM else str(Path(name).expanduser())
 
 
 def _packaged_minilm() -> Path:

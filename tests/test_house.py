@@ -37,6 +37,7 @@ ONLY_TRAINING_NEEDS = {
     "onnx",
     "safetensors",
     "scipy",
+    "sklearn",
     "tensorboard",
     "torch",
     "transformers",

@@ -10,6 +10,7 @@ import math
 import re
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
@@ -60,7 +61,9 @@ def _recipe(context: typer.Context, path: Path | None) -> Path | None:
 def train(
     output: Annotated[Path, typer.Option(help="folder of this run: checkpoint, logs, and at the end bundle/")],
     task: Annotated[str | None, typer.Option(help="a task of GLUE: cola, sst2, mrpc, qqp, mnli, qnli or rte")] = None,
-    data_dir: Annotated[Path | None, typer.Option(help="with --task: folder with its files in GLUE's layout")] = None,
+    data_dir: Annotated[
+        Path | None, typer.Option(help="with --task: folder with its files in GLUE's layout, or hf:nyu-mll/glue")
+    ] = None,
     train_file: Annotated[Path | None, typer.Option(help="your own texts: .csv, .tsv or .jsonl")] = None,
     eval_file: Annotated[
         Path | None, typer.Option(help="with --train-file: texts to score on [default: the validation split]")
@@ -125,6 +128,7 @@ def train(
         # Eager: it must have been read when the other options look for their defaults.
         typer.Option(help="YAML file with any of these options; flags win", callback=_recipe, is_eager=True),
     ] = None,
+    track: Annotated[str | None, typer.Option(help="log to tensorboard, or another tracker of accelerate")] = None,
     resume: Annotated[bool, typer.Option("--resume", help="go on with the run in --output")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="print a summary as JSON at the end")] = False,
 ) -> None:
@@ -132,6 +136,7 @@ def train(
     values = {k: v for k, v in locals().items() if k not in ("recipe", "resume", "as_json", "output")}
     from training import pipeline
     from training.parallel import launched_rank
+    from training.tracking import tracked
 
     settings = _settings(values, output)
     if values["threads"] is not None:
@@ -142,7 +147,10 @@ def train(
     if launched_rank() > 0:
         pipeline.run(settings, output, resume=resume)
         return
-    with _progress(settings.training.all_epochs) as observer:
+    with (
+        _progress(settings.training.all_epochs) as bar,
+        tracked(bar, track, output, pipeline.flat(asdict(settings.training))) as observer,
+    ):
         try:
             bundle = pipeline.run(settings, output, resume=resume, observer=observer)
         except pipeline.PipelineError as error:
@@ -292,18 +300,26 @@ def calibrate(
 @commands.command()
 def sweep(
     output: Annotated[Path, typer.Option(help="folder of the grid; finished runs in it are kept")],
-    data_dir: Annotated[Path, typer.Option(help="folder with the task's files in GLUE's layout")],
+    data_dir: Annotated[Path, typer.Option(help="folder with the task's files in GLUE's layout, or hf:nyu-mll/glue")],
     task: Annotated[str, typer.Option(help="a task of GLUE: cola, sst2, mrpc, qqp, mnli, qnli or rte")] = "sst2",
     methods: Annotated[str, typer.Option(help="as jt,acl-cl")] = "jt,acl-cl",
     heads: Annotated[str, typer.Option(help="as mean,peek")] = "mean,peek",
     seeds: Annotated[str, typer.Option(help="as 0,1,2")] = "0,1,2",
     examples: Annotated[int | None, typer.Option(help="train on so many examples, drawn by each seed")] = None,
     epochs: Annotated[int, typer.Option(help="passes over the training split")] = 2,
+    batch_size: Annotated[int, typer.Option(help="examples per step")] = 64,
+    learning_rate: Annotated[float, typer.Option(help="peak learning rate of the encoder")] = 8e-5,
+    contrast_weights: Annotated[
+        str, typer.Option(help="lambda of the contrastive part, as 0.1,0.5: each of them, in methods that have one")
+    ] = "0.2",
+    max_length: Annotated[int, typer.Option(help="longest input in tokens")] = 128,
     backbone: Annotated[str, typer.Option(help="BERT-family encoder")] = "minilm-l6",
+    track: Annotated[str | None, typer.Option(help="log to tensorboard, or another tracker of accelerate")] = None,
     threads: Annotated[int | None, typer.Option(help="CPU threads [default: torch's choice]", min=1)] = None,
 ) -> None:
     """Train a grid of methods, heads and seeds; print mean ± std per exit. It can be stopped and started again."""
     from training.sweep import run_grid
+    from training.trainer import TrainingSettings
 
     if threads is not None:
         import torch
@@ -318,11 +334,39 @@ def sweep(
             heads=[h.strip() for h in heads.split(",")],
             seeds=_numbers("seeds", seeds),
             examples=examples,
-            epochs=epochs,
             backbone=backbone,
+            settings=TrainingSettings(epochs=epochs, batch_size=batch_size, learning_rate=learning_rate),
+            weights=_decimals("contrast-weights", contrast_weights),
+            max_length=max_length,
+            tracker=track,
             tell=lambda text: typer.echo(text, err=True),
         )
     )
+
+
+@commands.command()
+def report(
+    output: Annotated[Path, typer.Option(help="folder for the CSVs, the figures and report.md")],
+    folders: Annotated[
+        list[Path] | None,
+        typer.Argument(help="folders of offramp sweep, or one of such folders [default: the CSVs in --output]"),
+    ] = None,
+    embed: Annotated[bool, typer.Option(help="t-SNE of the exits' vectors; some seconds for each exit")] = True,
+) -> None:
+    """Tables, paired tests and figures of sweeps, and the CSVs that all of them can be made from again."""
+    from training.checkpoint import replace_text
+    from training.figures import draw
+    from training.findings import collect, read_csvs, write_csvs
+    from training.findings import report as in_words
+
+    if folders:
+        write_csvs(collect(folders, embed=embed), output)
+    findings = read_csvs(output)
+    figures = draw(findings)
+    for name, (_, image) in figures.items():
+        (output / name).write_bytes(image)
+    replace_text(output / "report.md", in_words(findings, {name: caption for name, (caption, _) in figures.items()}))
+    typer.echo(f"{output / 'report.md'}: {len(findings.scores)} rows of scores, {len(figures)} figures")
 
 
 def _name_of(folder: Path) -> str:
@@ -335,6 +379,13 @@ def _numbers(option: str, text: str) -> list[int]:
         return [int(part) for part in text.split(",")]
     except ValueError:
         raise UsageError(f"--{option} must be whole numbers with commas between, not {text!r}") from None
+
+
+def _decimals(option: str, text: str) -> list[float]:
+    try:
+        return [float(part) for part in text.split(",")]
+    except ValueError:
+        raise UsageError(f"--{option} must be numbers with commas between, not {text!r}") from None
 
 
 def _settings(values: Mapping[str, Any], output: Path) -> "RunSettings":

@@ -52,6 +52,8 @@ from training.worth import ExitSet, Timings, exit_sets, measure_timings
 
 # int8 is what a bundle serves by default where no exit loses more than this share of the metric against fp32.
 PRECISION_TOLERANCE = 0.005
+# A data_dir that begins so names a data set of the hub.
+HUB = "hf:"
 
 
 class PipelineError(Exception):
@@ -61,6 +63,8 @@ class PipelineError(Exception):
 @dataclass(frozen=True, slots=True)
 class DataSettings:
     """Where the texts come from: a known ``task`` and its ``data_dir``, or ``train_file`` with its columns.
+
+    ``data_dir`` is a folder, or ``hf:`` and the name of a data set on the hub.
 
     ``calibration_size`` and ``validation_size`` are counted in texts (None: the task's, or 20 % and 10 % of the file,
     at most 2,000 and 1,000). ``examples`` trains on a part only, drawn with the run's seed. ``labels`` are the classes
@@ -171,11 +175,16 @@ def _prepare_task(settings: DataSettings, seed: int) -> Prepared:
     if settings.data_dir is None:
         raise PipelineError(
             f"task {task.name!r} needs data_dir, the folder with {', '.join((task.train_file, *task.eval_files))} in "
-            "GLUE's layout (https://gluebenchmark.com/tasks)"
+            f"GLUE's layout (https://gluebenchmark.com/tasks), or {HUB}NAME to read it from the hub ({HUB}nyu-mll/glue)"
         )
-    folder = Path(settings.data_dir)
+    if settings.data_dir.startswith(HUB):
+        repository = settings.data_dir.removeprefix(HUB)
+        whole, *evaluations = (task.read_hub(repository, part) for part in ("train", *task.hub_splits))
+    else:
+        folder = Path(settings.data_dir)
+        whole, *evaluations = (task.read(folder, file) for file in (task.train_file, *task.eval_files))
     parts = split(
-        task.read(folder, task.train_file),
+        whole,
         calibration=_size(settings.calibration_size, task.calibration),
         validation=_size(settings.validation_size, task.validation),
         seed=seed,
@@ -183,7 +192,6 @@ def _prepare_task(settings: DataSettings, seed: int) -> Prepared:
         # In the order that the metric counts by: F1 is that of class 1.
         labels=tuple(task.labels.values()),
     )
-    evaluations = [task.read(folder, file) for file in task.eval_files]
     return _prepared(parts, evaluations, settings, seed, f"{task.name}: {task.source}", task.metric)
 
 
@@ -569,8 +577,8 @@ def _claim(folder: Path, settings: RunSettings, *, resume: bool) -> None:
     if path.exists():
         if not resume:
             raise PipelineError(f"{folder}: holds a run already; go on with --resume, or choose another output")
-        found = _flat(json.loads(json.dumps(asdict(read_run(folder)))))
-        differing = sorted(name for name, value in _flat(document).items() if found.get(name) != value)
+        found = flat(json.loads(json.dumps(asdict(read_run(folder)))))
+        differing = sorted(name for name, value in flat(document).items() if found.get(name) != value)
         if differing:
             raise PipelineError(f"{folder}: the run there has other settings: {', '.join(differing)}")
         return
@@ -578,11 +586,12 @@ def _claim(folder: Path, settings: RunSettings, *, resume: bool) -> None:
     replace_text(path, json.dumps(document, indent=1) + "\n")
 
 
-def _flat(document: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    flat: dict[str, Any] = {}
+def flat(document: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    """Nested settings as one level, names joined by dots."""
+    level: dict[str, Any] = {}
     for name, value in document.items():
-        flat |= _flat(value, f"{prefix}{name}.") if isinstance(value, dict) else {prefix + name: value}
-    return flat
+        level |= flat(value, f"{prefix}{name}.") if isinstance(value, dict) else {prefix + name: value}
+    return level
 
 
 def _encoder(tokenizer_json: str, architecture: Architecture) -> TextEncoder:

@@ -22,7 +22,15 @@ _COLOURS: dict[Criterion, str] = {
     "entropy": "#D55E00",
     "patience": "#009E73",
 }
-_METRIC_NAMES = {
+PLOT_STYLE: Any = {
+    "font.family": "DejaVu Sans",
+    "font.size": 10.5,
+    "svg.hashsalt": "offramp",
+    "axes.edgecolor": "#8c959f",
+    "xtick.color": "#57606a",
+    "ytick.color": "#57606a",
+}
+METRIC_NAMES = {
     "accuracy": "accuracy",
     "matthews": "Matthews correlation",
     "f1": "F1",
@@ -51,17 +59,8 @@ def quality_speed_plot(
     """
     import matplotlib
     from matplotlib.figure import Figure
-    from matplotlib.ticker import FixedLocator, FuncFormatter, NullLocator
 
-    style: Any = {
-        "font.family": "DejaVu Sans",
-        "font.size": 10.5,
-        "svg.hashsalt": "offramp",
-        "axes.edgecolor": "#8c959f",
-        "xtick.color": "#57606a",
-        "ytick.color": "#57606a",
-    }
-    with matplotlib.rc_context(style):
+    with matplotlib.rc_context(PLOT_STYLE):
         figure = Figure(figsize=(8.4, 5.2), dpi=144, layout="constrained")
         axes = figure.add_subplot()
         last = per_exit[-1]
@@ -109,16 +108,7 @@ def quality_speed_plot(
                 )
 
         fastest = max([*speeds, *(point.speedup for points in curves.values() for point in points)])
-        axes.set_xscale("log")
-        axes.set_xlim(0.94, fastest * 1.12)
-        bottom, top = axes.get_ylim()
-        axes.set_ylim(bottom - 0.05 * (top - bottom), top + 0.05 * (top - bottom))
-        axes.xaxis.set_major_locator(FixedLocator(_ticks(fastest)))
-        axes.xaxis.set_minor_locator(NullLocator())
-        axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}×"))
-        unit = " (%)" if metric in ("accuracy", "f1", "agreement") else " (× 100)"
-        axes.set_xlabel("speed-up: mean cost of full depth ÷ mean cost (logarithmic)", color="#24292f")
-        axes.set_ylabel(_METRIC_NAMES.get(metric, metric) + unit, color="#24292f")
+        quality_speed_axes(axes, fastest, metric)
         axes.text(
             0.945,
             full + error,
@@ -128,9 +118,6 @@ def quality_speed_plot(
             va="bottom",
             ha="left",
         )
-        axes.grid(True, color="#d0d7de", linewidth=0.6)
-        axes.set_axisbelow(True)
-        axes.spines[["top", "right"]].set_visible(False)
         tiers = [(tier, point) for tier in certified if (point := _point_of(curves, tier)) is not None]
         if tiers:
             axes.plot(
@@ -153,9 +140,41 @@ def quality_speed_plot(
         figure.draw_without_rendering()
         figure.set_layout_engine("none")
         _label_tiers(axes, tiers, figure.dpi)
-        buffer = BytesIO()
-        # The writers' own stamps (date, version) would make equal bundles differ.
-        figure.savefig(buffer, format=image, metadata={"Software": None} if image == "png" else {"Date": None})
+        return rendered(figure, image)
+
+
+def quality_speed_axes(axes: Any, fastest: float, metric: str) -> None:
+    """Speed-up from 1 to ``fastest`` on a logarithmic axis, metric × 100 on the other; for when all else is drawn."""
+    from matplotlib.ticker import FixedLocator, FuncFormatter, NullLocator
+
+    axes.set_xscale("log")
+    axes.set_xlim(0.94, fastest * 1.12)
+    bottom, top = axes.get_ylim()
+    axes.set_ylim(bottom - 0.05 * (top - bottom), top + 0.05 * (top - bottom))
+    axes.xaxis.set_major_locator(FixedLocator(_ticks(fastest)))
+    axes.xaxis.set_minor_locator(NullLocator())
+    axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}×"))
+    axes.set_xlabel("speed-up: mean cost of full depth ÷ mean cost (logarithmic)", color="#24292f")
+    axes.set_ylabel(metric_label(metric), color="#24292f")
+    tidy(axes)
+
+
+def tidy(axes: Any) -> None:
+    """A grid behind the data, and no frame where no axis is."""
+    axes.grid(True, color="#d0d7de", linewidth=0.6)
+    axes.set_axisbelow(True)
+    axes.spines[["top", "right"]].set_visible(False)
+
+
+def metric_label(metric: str) -> str:
+    """What an axis says of a metric × 100."""
+    return METRIC_NAMES.get(metric, metric) + (" (%)" if metric in ("accuracy", "f1", "agreement") else " (× 100)")
+
+
+def rendered(figure: Any, image: Literal["png", "svg"] = "png") -> bytes:
+    """The figure as a file: same figure, same bytes, since the writers' own stamps (date, version) are left out."""
+    buffer = BytesIO()
+    figure.savefig(buffer, format=image, metadata={"Software": None} if image == "png" else {"Date": None})
     return buffer.getvalue()
 
 
@@ -325,7 +344,7 @@ def _exits(manifest: Mapping[str, Any], architecture: Architecture, calibration:
                         *(_with_error(row, name) for name in names),
                     ]
                 )
-            parts.append(f"{precision}, {entry.split}, n = {entry.n:,}:\n\n" + _table(table))
+            parts.append(f"{precision}, {entry.split}, n = {entry.n:,}:\n\n" + markdown_table(table))
     return "\n\n".join(parts)
 
 
@@ -351,7 +370,7 @@ def _kept(entry: Scores, precision: Precision, calibrated: PrecisionCalibration,
         role = "which also chose the epoch, the temperatures and the criterion, so expect a little less"
     else:
         role = "which this run fitted nothing on and chose nothing by"
-    return f"The same thresholds on {entry.split}, n = {entry.n:,}, {role}:\n\n" + _table(table)
+    return f"The same thresholds on {entry.split}, n = {entry.n:,}, {role}:\n\n" + markdown_table(table)
 
 
 def _certified(precision: Precision, calibration: Calibration, scores: Sequence[Scores]) -> str:
@@ -371,7 +390,7 @@ def _certified(precision: Precision, calibration: Calibration, scores: Sequence[
             row = [f"{tier.quality:g}", f"{tier.criterion} {sign} {tier.threshold:.6g}"]
             row += [f"{tier.disagreements} of {tier.n:,}", f"{tier.p_value:.2g}"]
             table.append([*row, f"{tier.mean_cost:.2f}", f"{tier.speedup:.2f}×"])
-        parts.append(_table(table))
+        parts.append(markdown_table(table))
         parts += [_kept(entry, precision, calibrated, calibration.metric) for entry in scores]
     else:
         parts.append("No quality below 1 could be certified; `quality: 1.0` always answers from the last exit.")
@@ -403,7 +422,7 @@ def _calibrated(calibration: Calibration) -> str:
         f"Scores are softmax after the exit's temperature, fitted on {fitted} and kept only where it lowers the loss "
         "of texts that did not fit it (1 where it does not). Expected calibration error, 15 bins, on such texts of "
         "the validation split. The criterion `agreement` has temperatures of its own (last column): they make "
-        f"confidence the chance that the last exit gives the same label.\n\n{_table(table)}"
+        f"confidence the chance that the last exit gives the same label.\n\n{markdown_table(table)}"
     )
 
 
@@ -432,7 +451,7 @@ def _provenance(manifest: Mapping[str, Any], calibration: Calibration) -> str:
         f"Splits that no weight was fitted on: {own}validation {calibration.n_validation:,}, risk "
         f"{calibration.n_risk:,} texts (sha256 of the risk split `{calibration.data_sha256[:16]}…`)."
     )
-    return f"## Data and provenance\n\n{splits}" + (f"\n\n{_table(rows)}" if len(rows) > 1 else "")
+    return f"## Data and provenance\n\n{splits}" + (f"\n\n{markdown_table(rows)}" if len(rows) > 1 else "")
 
 
 def _flat(value: Mapping[str, Any], prefix: str = "") -> list[tuple[str, str]]:
@@ -464,7 +483,7 @@ def _scores(manifest: Mapping[str, Any]) -> tuple[Scores, ...]:
     return TypeAdapter(tuple[Scores, ...]).validate_python(list(manifest["scores"]))
 
 
-def _table(rows: Sequence[Sequence[str]]) -> str:
+def markdown_table(rows: Sequence[Sequence[str]]) -> str:
     """A Markdown table; the first row is the head."""
     lines = ["| " + " | ".join(_cell(cell) for cell in row) + " |" for row in rows]
     return "\n".join([lines[0], "|" + "---|" * len(rows[0]), *lines[1:]])

@@ -5,11 +5,12 @@ mean ± std per exit.
 """
 
 import csv
+import itertools
 import json
 import math
 import time
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, cast, get_args
@@ -20,14 +21,29 @@ from tokenizers import Tokenizer
 
 from models.architecture import Head
 from models.costs import exit_costs
-from models.network import Backbone, build_network, load_backbone
+from models.network import Backbone, MultiExitNetwork, build_network, load_backbone
 from models.tokenization import TextEncoder
 from training.checkpoint import replace_text
 from training.data import Example, Tokenized, subset, tokenize
-from training.methods import METHODS, MethodName
+from training.methods import METHODS, Contrast, MethodName
+from training.metrics import metric_value
 from training.parallel import launched_count
-from training.pipeline import DataSettings, exit_specs, prepare
-from training.trainer import EpochReport, StepReport, TrainingError, TrainingSettings, exit_metrics, train
+from training.pipeline import DataSettings, Observer, exit_specs, flat, prepare
+from training.tracking import tracked
+from training.trainer import (
+    EpochReport,
+    StepReport,
+    TrainingError,
+    TrainingSettings,
+    exit_features,
+    exit_logits,
+    train,
+)
+
+# Beside a cell's result.json.
+ANSWERS_NAME = "answers.npz"
+# Texts whose vectors are kept, for a picture of them.
+EMBEDDED_TEXTS = 300
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,10 +53,13 @@ class Cell:
     method: MethodName
     head: Head
     seed: int
+    contrast_weight: float = Contrast().weight
 
     @property
     def name(self) -> str:
-        return f"{self.method}-{self.head}-seed{self.seed}"
+        """Its folder's name; a weight that is not the default's stands in it."""
+        weight = "" if self.contrast_weight == Contrast().weight else f"-weight{self.contrast_weight:g}"
+        return f"{self.method}-{self.head}{weight}-seed{self.seed}"
 
 
 def run_cell(
@@ -62,7 +81,8 @@ def run_cell(
     Raises :class:`TrainingError` where the result that is there comes from other settings or sizes of data.
     """
     target = folder / cell.name / "result.json"
-    chosen = replace(settings, method=cell.method, seed=cell.seed)
+    contrast = replace(settings.contrast, weight=cell.contrast_weight)
+    chosen = replace(settings, method=cell.method, seed=cell.seed, contrast=contrast)
     sizes = {"examples": len(train_examples), "evaluated_on": len(evaluation)}
     if target.exists():
         done: dict[str, Any] = json.loads(target.read_text(encoding="utf-8"))
@@ -84,9 +104,14 @@ def run_cell(
     )
     seconds = time.monotonic() - start
     # Settings are chosen by the validation scores; those on the evaluation file are only reported.
-    validated, scores = (exit_metrics(network, part, settings.metric) for part in data[1:])
+    logits = [exit_logits(network, part) for part in data[1:]]
+    validated, scores = (
+        {number: metric_value(settings.metric, array.argmax(-1), part.labels) for number, array in found.items()}
+        for found, part in zip(logits, data[1:], strict=True)
+    )
     tokens = round(float(np.mean([len(t) for t in data[2].texts])))
     costs = exit_costs(network.architecture, tokens)
+    _keep_answers(folder / cell.name / ANSWERS_NAME, network, logits[0], logits[1], data[1], data[2])
     with (folder / cell.name / "epochs.csv").open(encoding="utf-8") as stream:
         epochs = list(csv.DictReader(stream))
     result = {
@@ -112,6 +137,36 @@ def run_cell(
     return result
 
 
+def _keep_answers(
+    path: Path,
+    network: MultiExitNetwork,
+    validation_logits: Mapping[int, np.ndarray],
+    evaluation_logits: Mapping[int, np.ndarray],
+    validation: Tokenized,
+    evaluation: Tokenized,
+) -> None:
+    """What a report needs of a trained cell, so that it needs neither the network nor the texts.
+
+    Logits ``[E, N, K]``, labels and token counts ``[N]`` of both parts; ``features [E, n, d]`` of the first texts of
+    the evaluation part, and the ``label_embeddings [E, K, d]``.
+    """
+    some = Tokenized(evaluation.texts[:EMBEDDED_TEXTS], evaluation.labels[:EMBEDDED_TEXTS])
+    arrays: dict[str, np.ndarray] = {
+        "features": np.stack(list(exit_features(network, some).values())).astype(np.float16),
+        "label_embeddings": np.stack(
+            [network.label_embeddings(e.number).detach().cpu().numpy() for e in network.architecture.exits]
+        ),
+    }
+    for name, part, logits in (
+        ("validation", validation, validation_logits),
+        ("evaluation", evaluation, evaluation_logits),
+    ):
+        arrays[f"{name}_logits"] = np.stack(list(logits.values()))
+        arrays[f"{name}_labels"] = part.labels
+        arrays[f"{name}_tokens"] = np.asarray([len(t) for t in part.texts])
+    np.savez_compressed(path, allow_pickle=False, **arrays)
+
+
 def _number(cell: str) -> float | None:
     """A log's number; None (JSON has no NaN) where the method has none."""
     return None if math.isnan(float(cell)) else float(cell)
@@ -126,14 +181,18 @@ def run_grid(
     heads: Sequence[str],
     seeds: Sequence[int],
     examples: int | None,
-    epochs: int,
     backbone: str,
+    settings: TrainingSettings,
+    weights: Sequence[float] = (Contrast().weight,),
+    max_length: int = 128,
+    tracker: str | None = None,
     tell: Callable[[str], None] = lambda text: None,
 ) -> str:
-    """Runs every cell of methods × heads × seeds that is not done yet, and returns the :func:`summary` of all.
+    """Runs every cell of seeds × methods × heads that is not done yet, and returns the :func:`summary` of all.
 
-    All cells share the splits (drawn with seed 0) and are scored on the task's evaluation file; runs of one seed share
-    their part of the training split. Raises ValueError for a method or head that is none, before any work.
+    Methods with a contrastive part run once for each of its ``weights``. All cells share the splits (drawn with seed 0)
+    and are scored on the task's evaluation file; runs of one seed share their part of the training split. Raises
+    ValueError for a method or head that is none, before any work.
     """
     if launched_count() > 1:
         raise ValueError("offramp sweep runs in one process; start it without accelerate launch")
@@ -147,25 +206,37 @@ def run_grid(
     for seed in seeds:
         part = training_part(prepared.splits.train, examples, seed)
         for method in methods:
-            for head in heads:
-                cell = Cell(cast(MethodName, method), cast(Head, head), seed)
-                result = run_cell(
-                    cell,
-                    encoder,
-                    part,
-                    prepared.splits.validation,
-                    prepared.evaluation,
-                    prepared.splits.labels,
-                    TrainingSettings(epochs=epochs, metric=prepared.metric),
-                    folder,
-                )
+            of_method = weights if METHODS[cast(MethodName, method)].contrast else (Contrast().weight,)
+            for head, weight in itertools.product(heads, of_method):
+                cell = Cell(cast(MethodName, method), cast(Head, head), seed, weight)
+                with tracked(Observer(), tracker, folder / cell.name, flat(asdict(settings))) as observer:
+                    result = run_cell(
+                        cell,
+                        encoder,
+                        part,
+                        prepared.splits.validation,
+                        prepared.evaluation,
+                        prepared.splits.labels,
+                        replace(settings, metric=prepared.metric),
+                        folder,
+                        max_length=max_length,
+                        on_step=observer.step,
+                        on_epoch=observer.epoch,
+                    )
                 tell(f"{cell.name}: " + " ".join(f"{100 * e['score']:.1f}" for e in result["exits"]))
     return summary(read_results(folder))
 
 
 def read_results(folder: Path) -> list[dict[str, Any]]:
     """Every finished cell under ``folder``, by name."""
-    return [json.loads(p.read_text(encoding="utf-8")) for p in sorted(folder.glob("*/result.json"))]
+    return [result for _, result in read_cells(folder)]
+
+
+def read_cells(folder: Path) -> list[tuple[Path, dict[str, Any]]]:
+    """Every finished cell's own folder and result, by name."""
+    return [
+        (path.parent, json.loads(path.read_text(encoding="utf-8"))) for path in sorted(folder.glob("*/result.json"))
+    ]
 
 
 def training_part(examples: Sequence[Example], size: int | None, seed: int) -> tuple[Example, ...]:
@@ -174,14 +245,15 @@ def training_part(examples: Sequence[Example], size: int | None, seed: int) -> t
 
 
 def summary(results: Iterable[dict[str, Any]]) -> str:
-    """A Markdown table: one row per method and head, mean ± std (n − 1) over seeds of each exit's score, by cost."""
-    groups: dict[tuple[str, str], list[dict[str, Any]]] = defaultdict(list)
+    """A Markdown table per method, head and weight: mean ± std (n − 1) over seeds of each exit's score, by cost."""
+    groups: dict[tuple[str, str, float], list[dict[str, Any]]] = defaultdict(list)
     for result in results:
-        groups[result["method"], result["head"]].append(result)
+        groups[result["method"], result["head"], result["settings"]["contrast"]["weight"]].append(result)
     if not groups:
         return "no finished runs\n"
     lines = []
-    for (method, head), runs in sorted(groups.items()):
+    for (method, head, weight), runs in sorted(groups.items()):
+        of_weight = "" if weight == Contrast().weight else f"λ = {weight:g}, "
         exits = runs[0]["exits"]
         scores = 100 * np.array([[e["score"] for e in r["exits"]] for r in runs])
         spread = scores.std(axis=0, ddof=1) if len(runs) > 1 else np.full(len(exits), np.nan)
@@ -190,7 +262,8 @@ def summary(results: Iterable[dict[str, Any]]) -> str:
         angle = np.array([r["angle_by_epoch"][-1] for r in runs], dtype=float).mean()
         conflicts = 100 * np.array([r["conflicts_by_epoch"][-1] for r in runs], dtype=float).mean()
         lines.append(
-            f"\n{method}, {head}, {len(runs)} seeds, {runs[0]['examples']} examples, n = {runs[0]['evaluated_on']}\n"
+            f"\n{method}, {head}, {of_weight}{len(runs)} seeds, {runs[0]['examples']} examples, "
+            f"n = {runs[0]['evaluated_on']}\n"
         )
         lines.append("| cost in layers | " + " | ".join(f"{e['cost']:.2f}" for e in exits) + " | mean of exits |")
         lines.append("|---" * (len(exits) + 2) + "|")

@@ -1,10 +1,21 @@
-"""The seven classification tasks of GLUE (Wang et al. 2019), read from a folder in GLUE's own layout."""
+"""The seven classification tasks of GLUE (Wang et al. 2019), from a folder in GLUE's own layout or from the hub."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from training.data import Grouping, Table, read_table, rename_labels, same_first_text, same_text, sentence_of
+from training.data import (
+    DataError,
+    Example,
+    Grouping,
+    Table,
+    check_labels,
+    read_table,
+    rename_labels,
+    same_first_text,
+    same_text,
+    sentence_of,
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -12,7 +23,8 @@ class Task:
     """A known data set: its files and columns, the metric, and what its labels mean, in class order.
 
     ``header`` names the columns of files that have no header row. ``drops_broken_rows``: GLUE's own files have some.
-    ``calibration`` and ``validation`` are held out of the training file, counted in texts.
+    ``calibration`` and ``validation`` are held out of the training file, counted in texts. ``hub_columns`` are those of
+    the texts in the hub's data set, where they have other names there.
     """
 
     name: str
@@ -29,6 +41,7 @@ class Task:
     eval_files: tuple[str, ...] = ("dev.tsv",)
     header: tuple[str, ...] | None = None
     drops_broken_rows: bool = False
+    hub_columns: tuple[str, ...] | None = None
 
     def read(self, folder: Path, file: str) -> Table:
         """The labelled rows of ``file`` in ``folder``; raises :class:`training.data.DataError` naming file and row."""
@@ -41,6 +54,39 @@ class Task:
             drop_broken=self.drops_broken_rows,
         )
         return rename_labels(table, self.labels)
+
+    def read_hub(self, repository: str, split: str) -> Table:
+        """The rows of ``split`` in a data set laid out as ``nyu-mll/glue``: a hub name, or a folder that holds one.
+
+        Raises :class:`training.data.DataError` where the package ``datasets`` is missing, the data set can't be had, or
+        a label is none of the task's.
+        """
+        try:
+            import datasets
+        except ModuleNotFoundError:
+            raise DataError(f"{repository}: reading from the hub needs the package datasets: pip install it") from None
+        datasets.disable_progress_bars()
+        try:
+            rows = datasets.load_dataset(repository, self.name, split=split)
+            names = rows.features["label"].names
+            columns = self.hub_columns or tuple(c for c in (self.text_column, self.pair_column) if c is not None)
+            # As a spreadsheet counts: after a header.
+            examples = tuple(
+                Example(row[columns[0]], row[columns[1]] if columns[1:] else None, names[row["label"]], at)
+                for at, row in enumerate(rows, start=2)
+            )
+        # What the hub's client and its readers raise shares no base.
+        except Exception as error:
+            reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
+            raise DataError(f"{repository}, {self.name}, {split}: could not be read ({reason})") from error
+        table = Table(f"{repository}/{split}", examples)
+        check_labels(examples, tuple(self.labels.values()), table.source)
+        return table
+
+    @property
+    def hub_splits(self) -> tuple[str, ...]:
+        """The hub's names of :attr:`eval_files`."""
+        return tuple(file.removesuffix(".tsv").replace("dev", "validation") for file in self.eval_files)
 
 
 _ENTAILMENT = {"not_entailment": "not_entailment", "entailment": "entailment"}
@@ -75,6 +121,7 @@ TASKS: dict[str, Task] = {
             text_column="#1 String",
             pair_column="#2 String",
             label_column="Quality",
+            hub_columns=("sentence1", "sentence2"),
             labels={"0": "not_equivalent", "1": "equivalent"},
             metric="f1",
             calibration=700,
@@ -98,6 +145,7 @@ TASKS: dict[str, Task] = {
             text_column="sentence1",
             pair_column="sentence2",
             label_column="gold_label",
+            hub_columns=("premise", "hypothesis"),
             labels={name: name for name in ("entailment", "neutral", "contradiction")},
             eval_files=("dev_matched.tsv", "dev_mismatched.tsv"),
             # About three hypotheses a premise; a premise is held out with all of them.

@@ -19,7 +19,7 @@ from accelerate import Accelerator
 from accelerate.state import AcceleratorState
 from torch import Tensor
 
-from models.network import MultiExitNetwork
+from models.network import ExitOutput, MultiExitNetwork
 from training.checkpoint import (
     Checkpoint,
     StepLog,
@@ -53,7 +53,16 @@ from training.methods import (
 from training.metrics import METRICS, metric_value
 from training.parallel import Processes
 
-__all__ = ["EpochReport", "StepReport", "TrainingError", "TrainingSettings", "exit_logits", "exit_metrics", "train"]
+__all__ = [
+    "EpochReport",
+    "StepReport",
+    "TrainingError",
+    "TrainingSettings",
+    "exit_features",
+    "exit_logits",
+    "exit_metrics",
+    "train",
+]
 
 Precision = Literal["no", "bf16"]
 Kept = Literal["best", "last"]
@@ -201,6 +210,17 @@ def exit_metrics(network: MultiExitNetwork, data: Tokenized, metric: str, *, bat
 
 def exit_logits(network: MultiExitNetwork, data: Tokenized, *, batch_size: int = 128) -> dict[int, np.ndarray]:
     """Logits ``[N, K]`` of each exit on ``data``, in its order; dropout off, the network's mode restored after."""
+    return _collected(network, data, lambda output: output.logits, batch_size)
+
+
+def exit_features(network: MultiExitNetwork, data: Tokenized, *, batch_size: int = 128) -> dict[int, np.ndarray]:
+    """The vectors ``[N, d]`` that enter each exit's classifier, as :func:`exit_logits` gives the logits."""
+    return _collected(network, data, lambda output: output.features, batch_size)
+
+
+def _collected(
+    network: MultiExitNetwork, data: Tokenized, wanted: Callable[[ExitOutput], Tensor], batch_size: int
+) -> dict[int, np.ndarray]:
     device = next(network.parameters()).device
     # Module by module: a stage may train some and not others.
     modes = [(module, module.training) for module in network.modules()]
@@ -215,7 +235,7 @@ def exit_logits(network: MultiExitNetwork, data: Tokenized, *, batch_size: int =
                 batch.input_ids.to(device), batch.attention_mask.to(device), batch.token_type_ids.to(device)
             )
             for number, output in outputs.items():
-                array = output.logits.float().cpu().numpy()
+                array = wanted(output).float().cpu().numpy()
                 collected.setdefault(number, np.empty((len(data), array.shape[1]), dtype=np.float32))[rows] = array
     for module, training in modes:
         module.training = training

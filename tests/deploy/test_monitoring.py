@@ -55,7 +55,8 @@ class Prometheus:
     """A running Prometheus, and questions to it."""
 
     def __init__(self, port: int) -> None:
-        self._client = httpx.Client(base_url=f"http://127.0.0.1:{port}", timeout=30)
+        self.url = f"http://127.0.0.1:{port}"
+        self._client = httpx.Client(base_url=self.url, timeout=30)
 
     def get(self, path: str, **parameters: str) -> Any:
         answer = self._client.get(f"/api/v1/{path}", params=parameters)
@@ -172,6 +173,16 @@ def test_work_saved_adds_up(prometheus: Prometheus) -> None:
     assert run > 0
     assert saved > 0
     assert sum(prometheus.data("model_exit:offramp_exits:share_5m")) == pytest.approx(1)
+
+
+def test_the_health_check_of_the_compose_file_tells_prometheus_that_answers_from_none(prometheus: Prometheus) -> None:
+    services = yaml.safe_load((ROOT / "docker-compose.yml").read_text(encoding="utf-8"))["services"]
+    kind, program, *arguments = services["prometheus"]["healthcheck"]["test"]
+    assert (kind, program) == ("CMD", "promtool")
+    for url, healthy in ((prometheus.url, True), (f"http://127.0.0.1:{free_port()}", False)):
+        asked = [argument.replace("http://localhost:9090", url) for argument in arguments]
+        assert asked != arguments
+        assert (subprocess.run([_tool(program), *asked], check=False).returncode == 0) is healthy
 
 
 def test_promtool_finds_nothing_wrong_with_configuration_and_rules() -> None:

@@ -5,12 +5,14 @@ from pathlib import Path
 
 import pytest
 
+import training
 from models.bundle import Bundle
 from offramp import run
 from tests.tiny_backbones import save_tiny, tiny_model
 from tests.training.test_pipeline import write_texts
 from training.cli import _name_of
 
+RECIPES = Path(training.__file__).parent / "recipes"
 QUICK = ["--epochs", "1", "--batch-size", "16", "--learning-rate", "3e-3", "--precisions", "fp32", "--threads", "1"]
 
 
@@ -24,12 +26,47 @@ def trained(backbone: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("trained")
     data = write_texts(folder / "texts.csv", 300)
     command = ["train", "--train-file", str(data), "--backbone", str(backbone), "--output", str(folder / "run"), *QUICK]
-    assert run(command) == 0
+    assert run([*command, "--track", "tensorboard"]) == 0
     return folder / "run"
 
 
 def test_train_ends_with_a_bundle_named_after_its_folder(trained: Path) -> None:
     assert Bundle.load(trained / "bundle").manifest.name == "run"
+
+
+def test_a_tracker_logs_into_the_runs_folder(trained: Path) -> None:
+    assert list((trained / "logs").rglob("events.out.tfevents.*"))
+
+
+def test_a_sweep_goes_over_methods_and_weights_and_its_summary_ends_it(
+    backbone: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for file, rows in (("train.tsv", 1510), ("dev.tsv", 20)):
+        lines = [f"{i}\tpremise w{i}\tw{i % 7}\t{'not_' if i % 2 else ''}entailment" for i in range(rows)]
+        (tmp_path / file).write_text("\n".join(["index\tsentence1\tsentence2\tlabel", *lines]) + "\n")
+    command = [
+        "sweep",
+        "--task",
+        "rte",
+        "--data-dir",
+        str(tmp_path),
+        "--output",
+        str(tmp_path / "grid"),
+        "--seeds",
+        "4",
+    ]
+    options = ["--methods", "jt,acl", "--heads", "mean", "--examples", "40", "--epochs", "1", "--batch-size", "20"]
+    small = ["--backbone", str(backbone), "--max-length", "16", "--threads", "1"]
+    assert run([*command, *options, *small, "--contrast-weights", "0.2,0.7"]) == 0
+    # A method without a contrastive part has no weight to vary.
+    assert {p.name for p in (tmp_path / "grid").iterdir()} == {
+        "jt-mean-seed4",
+        "acl-mean-seed4",
+        "acl-mean-weight0.7-seed4",
+    }
+    assert "jt, mean, 1 seeds, 40 examples, n = 20" in capsys.readouterr().out
+    assert run([*command, "--contrast-weights", "0.2,high"]) == 2
+    assert "--contrast-weights must be numbers with commas between, not '0.2,high'" in capsys.readouterr().err
 
 
 def test_a_finished_run_resumes_to_the_same_bundle_without_training_again(
@@ -88,6 +125,17 @@ def test_calibrate_replaces_the_bundle_or_writes_another(trained: Path, tmp_path
     command = ["calibrate", str(trained / "bundle"), "--file", str(data), "--output", str(tmp_path / "new")]
     assert run(command) == 0
     assert Bundle.load(tmp_path / "new").manifest.provenance["calibrated_on"] == "traffic.csv"
+
+
+@pytest.mark.parametrize("recipe", sorted(RECIPES.glob("*.yaml")), ids=lambda path: path.stem)
+def test_every_recipe_of_the_package_is_taken_and_says_what_it_gave(
+    recipe: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run(["train", "--recipe", str(recipe), "--data-dir", str(tmp_path), "--output", str(tmp_path / "run")]) == 1
+    assert f"{tmp_path / 'train.tsv'}: no such file" in capsys.readouterr().err
+    comments = " ".join(line[1:] for line in recipe.read_text().splitlines() if line.startswith("#"))
+    assert f"offramp train --recipe training/recipes/{recipe.name} " in comments
+    assert "Result" in comments
 
 
 def test_a_recipe_gives_options_and_flags_win(backbone: Path, tmp_path: Path) -> None:

@@ -15,7 +15,7 @@ from models.tokenization import TextEncoder
 from tests.tiny_backbones import tiny_tokenizer
 from tests.training.toy import LABELS, tiny_architecture, toy_backbone, toy_examples
 from training.data import tokenize
-from training.sweep import Cell, read_results, run_cell, summary, training_part
+from training.sweep import ANSWERS_NAME, Cell, read_results, run_cell, summary, training_part
 from training.trainer import StepReport, TrainingError, TrainingSettings, exit_metrics
 
 SETTINGS = TrainingSettings(epochs=2, batch_size=32, learning_rate=2e-3, checkpoint_minutes=0.0)
@@ -42,6 +42,31 @@ def test_a_cell_scores_every_exit_on_the_evaluation_part(tmp_path: Path) -> None
     assert [e["validation_score"] for e in result["exits"]] == [validated[1], validated[2]]
     assert [e["cost"] for e in result["exits"]] == pytest.approx(costs, abs=1e-4)
     assert result["angle_by_epoch"] == result["conflicts_by_epoch"] == [None, None]
+
+
+def test_a_cell_keeps_what_a_report_needs(tmp_path: Path) -> None:
+    cell = Cell("jt", "mean", 0)
+    result = run(tmp_path, cell, replace(SETTINGS, epochs=1))
+    with np.load(tmp_path / cell.name / ANSWERS_NAME) as found:
+        kept = dict(found)
+    for part, examples, key in (("validation", PARTS[1], "validation_score"), ("evaluation", PARTS[2], "score")):
+        encoded = tokenize(examples, LABELS, TextEncoder(tiny_tokenizer("bert"), 16))
+        assert kept[f"{part}_labels"].tolist() == encoded.labels.tolist()
+        assert kept[f"{part}_tokens"].tolist() == [len(t) for t in encoded.texts]
+        right = (kept[f"{part}_logits"].argmax(-1) == encoded.labels).mean(-1)
+        assert right.tolist() == pytest.approx([e[key] for e in result["exits"]])
+    # The classifier's weights on the features are the logits, but for its bias.
+    head = MultiExitNetwork.load(tmp_path / cell.name / "kept").exits["2"].classifier
+    logits = kept["features"][1].astype(np.float32) @ kept["label_embeddings"][1].T + head.bias.detach().numpy()
+    assert np.allclose(logits, kept["evaluation_logits"][1], atol=2e-2)
+
+
+def test_a_weight_that_is_not_the_default_has_cells_of_its_own(tmp_path: Path) -> None:
+    settings = replace(SETTINGS, epochs=1)
+    assert Cell("acl", "mean", 0).name == "acl-mean-seed0"
+    result = run(tmp_path, Cell("acl", "mean", 0, contrast_weight=0.7), settings)
+    assert result["settings"]["contrast"]["weight"] == 0.7
+    assert (tmp_path / "acl-mean-weight0.7-seed0" / "result.json").exists()
 
 
 def test_a_cell_depends_on_its_seed_alone(tmp_path: Path) -> None:
@@ -99,7 +124,7 @@ def test_a_cell_killed_while_it_was_scored_is_not_trained_again(
 
     cell = Cell("jt", "mean", 0)
     with monkeypatch.context() as patch:
-        patch.setattr(training.sweep, "exit_metrics", killed)
+        patch.setattr(training.sweep, "exit_logits", killed)
         with pytest.raises(KeyboardInterrupt):
             run(tmp_path, cell)
     steps: list[StepReport] = []
@@ -108,8 +133,11 @@ def test_a_cell_killed_while_it_was_scored_is_not_trained_again(
     assert len(read_results(tmp_path)) == 1
 
 
-def result(method: str, head: str, seed: int, scores: list[float], angle: float | None = None) -> dict[str, Any]:
+def result(
+    method: str, head: str, seed: int, scores: list[float], angle: float | None = None, weight: float = 0.2
+) -> dict[str, Any]:
     return {
+        "settings": {"contrast": {"weight": weight}},
         "method": method,
         "head": head,
         "seed": seed,
@@ -133,8 +161,8 @@ def grid(folder: Path, method: str) -> str:
         heads=["mean"],
         seeds=[0],
         examples=None,
-        epochs=1,
         backbone="",
+        settings=SETTINGS,
     )
 
 
@@ -168,6 +196,12 @@ def test_the_summary_gives_mean_and_deviation_over_seeds() -> None:
     # One seed has no deviation, and joint training no angle.
     assert table[9] == "jt, peek, 1 seeds, 8000 examples, n = 872"
     assert table[-1] == "| accuracy, % | 50.0 ± nan | 60.0 ± nan | 55.00 ± nan |"
+
+
+def test_runs_of_another_weight_have_a_table_of_their_own() -> None:
+    table = summary([result("acl", "mean", 0, [0.7]), result("acl", "mean", 0, [0.6], weight=0.7)])
+    assert "\nacl, mean, 1 seeds, 8000 examples, n = 872\n" in table
+    assert "\nacl, mean, λ = 0.7, 1 seeds, 8000 examples, n = 872\n" in table
 
 
 def test_the_summary_of_nothing_says_so(tmp_path: Path) -> None:
