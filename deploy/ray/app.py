@@ -22,7 +22,7 @@ from server.logs import configure_logging
 
 
 class Replica:
-    """One replica. Ray replaces it when its health check raises, and lets it finish accepted requests before it ends."""
+    """One replica. Ray replaces it when its health check raises, and lets it finish its requests before it ends it."""
 
     def __init__(self, flags: dict[str, Any], targets: DeploymentHandle) -> None:
         settings = fitted(load_settings(**flags), _cpus())

@@ -168,7 +168,9 @@ class Cluster:
                 pid = parents.get(pid, 0)
             return pid == self.process.pid
 
-        return [pid for pid, name in names.items() if name.startswith("ray::ServeReplica:offramp:Offramp") and ours(pid)]
+        return [
+            pid for pid, name in names.items() if name.startswith("ray::ServeReplica:offramp:Offramp") and ours(pid)
+        ]
 
 
 @pytest.fixture(scope="module")
@@ -292,7 +294,9 @@ async def test_requests_in_work_are_answered_when_the_cluster_is_told_to_end(clu
         asked = [asyncio.ensure_future(http.post("/classify", json=heavy)) for _ in range(16)]
         pages = [f"http://{address}/metrics" for address in cluster.targets().values()]
         for _ in range(2000):
-            inflight = [re.search(r"^offramp_inflight_requests (\S+)$", (await http.get(page)).text, re.M) for page in pages]
+            inflight = [
+                re.search(r"^offramp_inflight_requests (\S+)$", (await http.get(page)).text, re.M) for page in pages
+            ]
             if any(one and float(one[1]) > 0 for one in inflight):
                 break
         cluster.process.send_signal(signal.SIGINT)
