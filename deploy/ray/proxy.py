@@ -2,7 +2,7 @@
 
 Ray's proxies answer in plain text where no replica can: 503 and 429 beyond ``max_queued_requests``, 408 after
 ``request_timeout_s``, 404 before the application is there, and a 500 from the HTTP server where a replica dies with a
-request. The variable ``RAY_SERVE_HTTP_PROXY_CALLBACK_IMPORT_PATH=deploy.ray.proxy:middlewares``, on every node, changes that.
+request. ``RAY_SERVE_HTTP_PROXY_CALLBACK_IMPORT_PATH=deploy.ray.proxy:middlewares`` in each node's environment mends it.
 """
 
 from collections.abc import Iterable

@@ -10,6 +10,7 @@ import ray
 from fastapi import FastAPI
 from ray import serve
 from ray.serve import Application
+from ray.serve._private import api
 from ray.serve.scripts import cli
 from starlette.requests import Request
 from starlette.responses import Response
@@ -40,6 +41,8 @@ if __name__ == "__main__":
         namespace="serve",
         _metrics_export_port=int(metrics_port),
     )
+    # So long Serve waits for its proxy, and no setting of its own changes that: too short for a busy machine.
+    api.HTTP_PROXY_TIMEOUT = 600
     try:
         cli(["run", config], standalone_mode=False)
     finally:

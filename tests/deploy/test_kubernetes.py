@@ -64,9 +64,8 @@ class Build:
 @pytest.fixture(scope="module", params=BUILDS)
 def build(request: pytest.FixtureRequest) -> Build:
     kubectl = tool("kubectl", "kustomize is part of it from 1.27 on: https://kubernetes.io/docs/tasks/tools/")
-    done = subprocess.run(
-        [kubectl, "kustomize", KUBERNETES / request.param], check=False, capture_output=True, text=True
-    )
+    command = [kubectl, "kustomize", KUBERNETES / request.param]
+    done = subprocess.run(command, check=False, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     assert "Warning" not in done.stderr
     return Build(list(yaml.safe_load_all(done.stdout)))

@@ -196,6 +196,7 @@ def cluster(tiny_bundle: Bundle, tmp_path_factory: pytest.TempPathFactory) -> It
         "RAY_SERVE_HTTP_PROXY_CALLBACK_IMPORT_PATH": "deploy.ray.proxy:middlewares",
         # On a busy machine a process takes minutes to start; Ray gives up on its proxy after 20 s.
         "RAY_SERVE_PROXY_READY_CHECK_TIMEOUT_S": "300",
+        "RAY_SERVE_PROXY_HEALTH_CHECK_TIMEOUT_S": "300",
     }
     command = [PYTHON, "-m", "tests.deploy.ray_program", folder / "serve.yaml", str(metrics_port)]
     with (folder / "log").open("wb") as log:
@@ -216,6 +217,11 @@ def cluster(tiny_bundle: Bundle, tmp_path_factory: pytest.TempPathFactory) -> It
 def _requests(page: str) -> float:
     found = re.findall(r'^offramp_requests_total\{code="200",.*route="/classify"\} (\S+)$', page, re.MULTILINE)
     return sum(float(value) for value in found)
+
+
+def _inflight(page: str) -> float:
+    found = re.search(r"^offramp_inflight_requests (\S+)$", page, re.MULTILINE)
+    return float(found[1]) if found else 0.0
 
 
 def test_both_replicas_answer_and_both_are_scraped(cluster: Cluster) -> None:
@@ -253,12 +259,15 @@ async def test_killing_a_replica_loses_only_what_it_had_and_a_retry_succeeds(clu
     before, texts = set(cluster.targets()), some_texts(16, seed=3)
     outcomes: Counter[int] = Counter()
     errors: list[httpx.Response] = []
+    under_way = asyncio.Event()
 
     async def client(http: httpx.AsyncClient) -> None:
         for _ in range(each):
             while True:
                 answer = await http.post("/classify", json={"inputs": texts, "quality": 1.0})
                 outcomes[answer.status_code] += 1
+                if outcomes[200] == clients * 4:
+                    under_way.set()
                 if answer.status_code == 200:
                     break
                 errors.append(answer)
@@ -266,8 +275,7 @@ async def test_killing_a_replica_loses_only_what_it_had_and_a_retry_succeeds(clu
 
     async with httpx.AsyncClient(base_url=cluster.url, timeout=120) as http:
         asked = [asyncio.ensure_future(client(http)) for _ in range(clients)]
-        while outcomes[200] < clients * 4:
-            await asyncio.sleep(0.01)
+        await under_way.wait()
         os.kill(cluster.replicas()[0], signal.SIGKILL)
         await asyncio.gather(*asked)
     assert outcomes[200] == clients * each
@@ -294,10 +302,7 @@ async def test_requests_in_work_are_answered_when_the_cluster_is_told_to_end(clu
         asked = [asyncio.ensure_future(http.post("/classify", json=heavy)) for _ in range(16)]
         pages = [f"http://{address}/metrics" for address in cluster.targets().values()]
         for _ in range(2000):
-            inflight = [
-                re.search(r"^offramp_inflight_requests (\S+)$", (await http.get(page)).text, re.M) for page in pages
-            ]
-            if any(one and float(one[1]) > 0 for one in inflight):
+            if sum([_inflight((await http.get(page)).text) for page in pages]):
                 break
         cluster.process.send_signal(signal.SIGINT)
         answers = await asyncio.gather(*asked)
