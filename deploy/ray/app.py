@@ -27,20 +27,20 @@ class Replica:
     def __init__(self, flags: dict[str, Any], targets: DeploymentHandle) -> None:
         settings = fitted(load_settings(**flags), _cpus())
         configure_logging(settings.log_level, settings.log_format)
-        self.app = create_app(settings, load_bundles(settings))
+        self._served = create_app(settings, load_bundles(settings))
         self._targets = targets
         self._name = serve.get_replica_context().replica_id.unique_id
         # A proxy hands each request to any one replica, a scrape too; so the metrics of each have a port of their own.
-        server, _ = prometheus_client.start_http_server(0, "0.0.0.0", registry=self.app.state.metrics.registry)
+        server, _ = prometheus_client.start_http_server(0, "0.0.0.0", registry=self._served.state.metrics.registry)
         self._address = f"{ray.util.get_node_ip_address()}:{server.server_port}"
-        self.app.router.add_route("/metrics/targets", self._get_targets)
+        self._served.router.add_route("/metrics/targets", self._get_targets)
 
     def __serve_build_asgi_app__(self) -> FastAPI:
-        return self.app
+        return self._served
 
     async def check_health(self) -> None:
         """Raises where a worker of an engine has died. Ray calls it every ``health_check_period_s``."""
-        if not self.app.state.catalog.alive:
+        if not self._served.state.catalog.alive:
             raise RuntimeError("a worker has died")
         self._targets.seen.remote(self._name, self._address)
 

@@ -21,11 +21,11 @@ from deploy.ray.app import Replica, application
 class Breakable(Replica):
     def __serve_build_asgi_app__(self) -> FastAPI:
         async def break_engine(request: Request) -> Response:
-            self.app.state.catalog.default.engine._break()
+            self._served.state.catalog.default.engine._break()
             return Response(status_code=204)
 
-        self.app.router.add_route("/break", break_engine, methods=["POST"])
-        return self.app
+        self._served.router.add_route("/break", break_engine, methods=["POST"])
+        return self._served
 
 
 def build(flags: dict[str, Any]) -> Application:

@@ -190,6 +190,13 @@ def test_the_cpu_limit_is_whole_and_is_what_is_requested(build: Build) -> None:
     assert int(resources["limits"]["cpu"]) >= 1
 
 
+def test_all_bodies_that_are_taken_at_once_fit_into_the_memory(build: Build, monkeypatch: pytest.MonkeyPatch) -> None:
+    settings = build.settings(monkeypatch)
+    limit = build.container["resources"]["limits"]["memory"]
+    assert limit.endswith("Gi")
+    assert settings.max_concurrent_requests * settings.max_body_bytes <= int(limit.removesuffix("Gi")) * 2**30 / 2
+
+
 def test_images_have_a_version(build: Build) -> None:
     _, _, tag = build.container["image"].rpartition(":")
     assert tag.startswith(_version())
