@@ -145,7 +145,7 @@ class Cluster:
             return {}
         return {group["labels"]["replica"]: group["targets"][0] for group in answer.json()}
 
-    def wait(self, what: str, condition: Callable[[], bool], seconds: float = 400) -> None:
+    def wait(self, what: str, condition: Callable[[], bool], seconds: float = 900) -> None:
         end = time.monotonic() + seconds
         while not condition():
             assert self.process.poll() is None and time.monotonic() < end, f"{what}\n{self.log.read_text()[-8000:]}"
@@ -194,7 +194,9 @@ def cluster(tiny_bundle: Bundle, tmp_path_factory: pytest.TempPathFactory) -> It
         "RAY_AUTH_MODE": "disabled",
         "RAY_USAGE_STATS_ENABLED": "0",
         "RAY_SERVE_HTTP_PROXY_CALLBACK_IMPORT_PATH": "deploy.ray.proxy:middlewares",
-        # On a busy machine a process takes minutes to start; Ray gives up on its proxy after 20 s.
+        # On a busy machine a process takes minutes to start; Ray gives up on workers after 60 s, on its proxy after 20.
+        "RAY_worker_register_timeout_seconds": "600",
+        "RAY_prestart_worker_first_driver": "0",
         "RAY_SERVE_PROXY_READY_CHECK_TIMEOUT_S": "300",
         "RAY_SERVE_PROXY_HEALTH_CHECK_TIMEOUT_S": "300",
     }
