@@ -14,10 +14,12 @@ from server.api.errors import ApiError
 
 _MESSAGES = {
     404: "no such route; the application may not be there yet",
-    408: "no replica answered in time",
     429: "too many requests are waiting for a replica; try again",
     503: "no replica can take this request now; try again",
+    504: "no replica answered in time; try again",
 }
+# Ray says 408 where a replica takes too long, which is what HTTP calls a client that does.
+_STATUSES = {408: 504}
 _LOST = "the replica that had this request ended before it answered; try again"
 
 
@@ -47,16 +49,16 @@ class OurErrors:
             if message["type"] == "http.response.start":
                 begun = True
                 headers = list(message["headers"])
-                status = message["status"]
+                status = _STATUSES.get(message["status"], message["status"])
                 replaced = status >= 400 and _value(headers, b"content-type").startswith(b"text/plain")
                 if replaced:
-                    await _answer(status, _MESSAGES.get(status, "the proxy refused this request"), headers)
+                    await answer(status, _MESSAGES.get(status, "the proxy refused this request"), headers)
                 else:
                     await send({**message, "headers": list(_once(headers, b"x-request-id"))})
             elif not replaced:
                 await send(message)
 
-        async def _answer(status: int, message: str, headers: list[tuple[bytes, bytes]]) -> None:
+        async def answer(status: int, message: str, headers: list[tuple[bytes, bytes]]) -> None:
             # Whom Ray has not told when to come back may do so in a second.
             later = _value(headers, b"retry-after").decode("ascii") or "1"
             extra = {"Retry-After": later} if status in (429, 503) else {}
@@ -68,7 +70,7 @@ class OurErrors:
         await self._app(scope, receive, in_our_shape)
         if not begun:
             # Ray has put the id that it made into the request's headers by now.
-            await _answer(503, _LOST, list(scope["headers"]))
+            await answer(503, _LOST, list(scope["headers"]))
 
 
 def _value(headers: Iterable[tuple[bytes, bytes]], name: bytes) -> bytes:

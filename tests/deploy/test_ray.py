@@ -47,10 +47,16 @@ def _wrapped(app: ASGIApp) -> httpx.AsyncClient:
 
 
 @pytest.mark.parametrize(
-    ("status", "type"), [(404, "not_found"), (408, "timeout"), (429, "overloaded"), (503, "not_ready")]
+    ("rays", "status", "type"),
+    [
+        (404, 404, "not_found"),
+        (408, 504, "deadline"),
+        (429, 429, "overloaded"),
+        (503, 503, "not_ready"),
+    ],
 )
-async def test_what_the_proxy_refuses_by_itself_is_in_our_shape(status: int, type: str) -> None:
-    async with _wrapped(PlainTextResponse("Ray's words", status, {"x-request-id": "7"})) as client:
+async def test_what_the_proxy_refuses_by_itself_is_in_our_shape(rays: int, status: int, type: str) -> None:
+    async with _wrapped(PlainTextResponse("Ray's words", rays, {"x-request-id": "7"})) as client:
         answer = await client.post("/classify", json={"inputs": "a film"})
     assert answer.status_code == status
     assert error_of(answer)["type"] == type
@@ -80,7 +86,7 @@ async def test_a_request_whose_replica_died_gets_503_and_may_be_sent_again() -> 
     assert "again" in error_of(answer)["message"]
 
 
-@pytest.mark.parametrize("status", [200, 422, 429, 503])
+@pytest.mark.parametrize("status", [200, 408, 422, 429, 503])
 async def test_what_a_replica_answers_passes_as_it_is_but_for_the_second_id(status: int) -> None:
     async def replica(scope: Scope, receive: Receive, send: Send) -> None:
         response = JSONResponse({"its": "own"}, status, {"x-request-id": "7", "retry-after": "3"})
@@ -181,7 +187,8 @@ def cluster(tiny_bundle: Bundle, tmp_path_factory: pytest.TempPathFactory) -> It
     folder = tmp_path_factory.mktemp("ray")
     config = yaml.safe_load((ROOT / "deploy" / "ray" / "serve.yaml").read_text(encoding="utf-8"))
     port, metrics_port = free_port(), free_port()
-    config["http_options"] |= {"host": "127.0.0.1", "port": port}
+    # A busy machine may stand still for a minute.
+    config["http_options"] |= {"host": "127.0.0.1", "port": port, "request_timeout_s": 600}
     (application,) = config["applications"]
     application["import_path"] = "tests.deploy.ray_program:build"
     application["args"] |= {"bundles": [str(tiny_bundle.path)], "measure_seconds": 0}
@@ -257,7 +264,7 @@ def test_mistakes_and_refusals_are_in_our_shape(cluster: Cluster) -> None:
 
 
 async def test_killing_a_replica_loses_only_what_it_had_and_a_retry_succeeds(cluster: Cluster) -> None:
-    clients, each = 8, 40
+    clients, each = 8, 20
     before, texts = set(cluster.targets()), some_texts(16, seed=3)
     outcomes: Counter[int] = Counter()
     errors: list[httpx.Response] = []
@@ -275,7 +282,7 @@ async def test_killing_a_replica_loses_only_what_it_had_and_a_retry_succeeds(clu
                 errors.append(answer)
                 await asyncio.sleep(float(answer.headers["retry-after"]))
 
-    async with httpx.AsyncClient(base_url=cluster.url, timeout=120) as http:
+    async with httpx.AsyncClient(base_url=cluster.url, timeout=600) as http:
         asked = [asyncio.ensure_future(client(http)) for _ in range(clients)]
         await under_way.wait()
         os.kill(cluster.replicas()[0], signal.SIGKILL)
@@ -300,7 +307,7 @@ def test_a_replica_with_a_broken_engine_is_replaced(cluster: Cluster) -> None:
 
 async def test_requests_in_work_are_answered_when_the_cluster_is_told_to_end(cluster: Cluster) -> None:
     heavy = {"inputs": ["good film " * 30] * 64, "quality": 1.0}
-    async with httpx.AsyncClient(base_url=cluster.url, timeout=120) as http:
+    async with httpx.AsyncClient(base_url=cluster.url, timeout=600) as http:
         asked = [asyncio.ensure_future(http.post("/classify", json=heavy)) for _ in range(16)]
         pages = [f"http://{address}/metrics" for address in cluster.targets().values()]
         for _ in range(2000):
