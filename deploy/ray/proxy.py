@@ -49,7 +49,8 @@ class OurErrors:
             if message["type"] == "http.response.start":
                 begun = True
                 headers = list(message["headers"])
-                status = _STATUSES.get(message["status"], message["status"])
+                given: int = message["status"]
+                status = _STATUSES.get(given, given)
                 replaced = status >= 400 and _value(headers, b"content-type").startswith(b"text/plain")
                 if replaced:
                     await answer(status, _MESSAGES.get(status, "the proxy refused this request"), headers)
