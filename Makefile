@@ -10,13 +10,15 @@ RUNTIME := $(shell nvidia-smi -L >/dev/null 2>&1 && echo gpu || echo cpu)
 endif
 SERVE_STAMP := $(SERVE_ENV)/.offramp-$(RUNTIME)
 DEV_STAMP := $(DEV_ENV)/.offramp
+RAY_ENV := .venv-ray
+RAY_STAMP := $(RAY_ENV)/.offramp
 BACKBONE_STAMP := $(DEV_ENV)/.offramp-backbone
 PIP_INSTALL := -m pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable
 # Passed on: make serve ARGS="--port 9000", make test ARGS="tests/test_cli.py -x"
 ARGS ?=
 
 .DEFAULT_GOAL := help
-.PHONY: help serve setup test check format clean
+.PHONY: help serve setup test check format ray clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "  make %-8s %s\n", $$1, $$2 }' Makefile
@@ -39,8 +41,10 @@ format: $(DEV_STAMP) ## format the code and mend what ruff can
 	$(DEV_ENV)/bin/ruff check --fix-only --quiet
 	$(DEV_ENV)/bin/ruff format
 
+ray: $(RAY_STAMP) ## make .venv-ray: Ray, for the tests of deploy/ray, which `make test` skips without it
+
 clean: ## remove what these targets made
-	rm -rf $(SERVE_ENV) $(DEV_ENV) build dist *.egg-info
+	rm -rf $(SERVE_ENV) $(DEV_ENV) $(RAY_ENV) build dist *.egg-info
 	rm -rf .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache
 
 define check_python
@@ -66,6 +70,14 @@ $(DEV_STAMP): pyproject.toml constraints.txt
 	@echo "Installing Offramp for development into $(DEV_ENV) ..."
 	@$(PYTHON) -m venv $(DEV_ENV)
 	@$(DEV_ENV)/bin/python $(PIP_INSTALL) ".[cpu,otel,train,dev]"
+	@touch $@
+
+# Apart: Ray is half a gigabyte, and brings its own HTTP, tracing and cloud libraries along.
+$(RAY_STAMP): pyproject.toml constraints.txt
+	$(check_python)
+	@echo "Installing Offramp with Ray into $(RAY_ENV) ..."
+	@$(PYTHON) -m venv $(RAY_ENV)
+	@$(RAY_ENV)/bin/python $(PIP_INSTALL) ".[cpu,ray]"
 	@touch $@
 
 # Apart: the tests need no real backbone, and its package brings scikit-learn and sentence-transformers along.

@@ -2,9 +2,7 @@
 
 import importlib.util
 import json
-import os
 import re
-import shutil
 import subprocess
 import sys
 import time
@@ -18,6 +16,7 @@ import yaml
 
 from benchmarks.peers.process import free_port
 from models.bundle import Bundle
+from tests.deploy.tools import tool
 from tests.server.conftest import some_texts
 from tests.server.process import Process, process
 
@@ -28,11 +27,7 @@ DASHBOARDS = sorted((DEPLOY / "grafana" / "dashboards").glob("*.json"))
 
 
 def _tool(name: str) -> str:
-    found = shutil.which(name)
-    if found is None and not os.environ.get("CI"):
-        pytest.skip(f"{name} is not installed (Debian, Ubuntu: apt-get install prometheus)")
-    assert found, f"{name} is missing: .ci/run installs it"
-    return found
+    return tool(name, "Debian, Ubuntu: apt-get install prometheus")
 
 
 def _rules() -> list[dict[str, Any]]:
@@ -163,6 +158,19 @@ def test_every_alert_is_judged_and_compares_what_is_there(prometheus: Prometheus
     judged = [rule for group in prometheus.get("rules")["groups"] for rule in group["rules"]]
     assert {rule["health"] for rule in judged} == {"ok"}
     assert {rule["name"] for rule in judged if rule["type"] == "alerting"} == {rule["alert"] for rule in alerts}
+
+
+def test_the_autoscaler_on_kubernetes_reads_the_requests_in_work(prometheus: Prometheus) -> None:
+    values = yaml.safe_load((DEPLOY / "kubernetes" / "prometheus-adapter.values.yaml").read_text(encoding="utf-8"))
+    (rule,) = values["rules"]["custom"]
+    selected = rule["seriesQuery"].replace('namespace!="",pod!="",', "")
+    assert prometheus.silent([selected]) == []
+    series = selected.partition("{")[0]
+    # As prometheus-adapter fills it in, with the labels that pods have in place of those of a machine.
+    query = rule["metricsQuery"].replace("<<.Series>>", series)
+    query = query.replace("<<.LabelMatchers>>", 'job="offramp"').replace("<<.GroupBy>>", "instance")
+    assert prometheus.silent([query]) == []
+    assert len(prometheus.data(query)) == 1
 
 
 def test_work_saved_adds_up(prometheus: Prometheus) -> None:
