@@ -72,11 +72,19 @@ def application(deployment: Deployment, flags: dict[str, Any]) -> Application:
 def fitted(settings: Settings, cpus: int) -> Settings:
     """``settings`` for a replica that Ray counts ``cpus`` CPUs for: Ray counts, but keeps no process from using more.
 
-    ``/metrics`` leaves the app: a replica has its own port for it.
+    ``/metrics`` leaves the app: a replica has its own port for it. So does ``/admin``: through Ray's proxy a reload would
+    reach one replica, and nobody knows which.
     """
-    workers, threads = split_cpus(cpus, settings.workers, settings.threads)
+    runs, threads = split_cpus(cpus, settings.runs, settings.threads)
     lone_threads = settings.lone_threads or cpus
-    fit = {"workers": workers, "threads": threads, "lone_threads": lone_threads, "metrics_port": 0}
+    fit = {
+        "workers": 1,
+        "runs": runs,
+        "threads": threads,
+        "lone_threads": lone_threads,
+        "metrics_port": 0,
+        "admin": "off",
+    }
     return settings.model_copy(update=fit)
 
 
