@@ -72,8 +72,8 @@ def application(deployment: Deployment, flags: dict[str, Any]) -> Application:
 def fitted(settings: Settings, cpus: int) -> Settings:
     """``settings`` for a replica that Ray counts ``cpus`` CPUs for: Ray counts, but keeps no process from using more.
 
-    ``/metrics`` leaves the app: a replica has its own port for it. So does ``/admin``: through Ray's proxy a reload would
-    reach one replica, and nobody knows which.
+    ``/metrics`` leaves the app: a replica has its own port for it. So does ``/admin``: through Ray's proxy a reload
+    would reach one replica, and nobody knows which.
     """
     runs, threads = split_cpus(cpus, settings.runs, settings.threads)
     lone_threads = settings.lone_threads or cpus
