@@ -58,6 +58,12 @@ def reading_costs(architecture: Architecture, tokens: int) -> NDArray[np.float64
     return np.asarray(reading) / layer_cost(architecture, tokens)
 
 
+def full_depth_cost(architecture: Architecture, tokens: int) -> float:
+    """Cost until the last exit where all others are passed unread, in units of one whole layer: what early exits save
+    is counted against it."""
+    return float(exit_costs(architecture, tokens)[-1] - reading_costs(architecture, tokens)[:-1].sum())
+
+
 def _row(architecture: Architecture, tokens: int) -> int:
     """One row through a layer: query and output projection, feed-forward, attention to ``tokens`` tokens."""
     h, i = architecture.hidden_size, architecture.intermediate_size

@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 
 from models.architecture import Architecture
 from models.bundle import Bundle, CurvePoint, ExitScore, Precision, PrecisionCalibration, segment_io
-from models.costs import exit_costs
+from models.costs import exit_costs, full_depth_cost
 from models.exits import Criterion, Judged, Policy, judge_all, leave_at
 from models.tokenization import Encoded
 from training.data import DataError, Table, check_labels, tokenize
@@ -180,11 +180,12 @@ def _open(path: Path, architecture: Architecture, segment: int, threads: int) ->
 @dataclass(frozen=True, slots=True)
 class Measured:
     """A split as policies see it: ``judged [E, N]``, true ``labels [N]``, ``costs [E, N]`` in layers at each text's own
-    length, and the task's ``metric``."""
+    length, ``full_costs [N]`` of full depth with no exit read on the way, and the task's ``metric``."""
 
     judged: Judged
     labels: Ints
     costs: Floats
+    full_costs: Floats
     metric: str
 
     @property
@@ -202,6 +203,12 @@ def text_costs(architecture: Architecture, tokens: Ints) -> Floats:
     lengths, place = np.unique(tokens, return_inverse=True)
     per_length = np.stack([exit_costs(architecture, int(length)) for length in lengths], axis=1)
     return np.asarray(per_length[:, place])
+
+
+def full_depth_costs(architecture: Architecture, tokens: Ints) -> Floats:
+    """Cost ``[N]`` of full depth, no exit on the way read, for texts of ``tokens [N]`` tokens."""
+    lengths, place = np.unique(tokens, return_inverse=True)
+    return np.array([full_depth_cost(architecture, int(length)) for length in lengths])[place]
 
 
 def measure(
@@ -222,11 +229,13 @@ def measure(
     if not len(labels):
         raise ValueError("the split holds no texts")
     judged = judge_all(logits, temperatures, agreement_temperatures)
-    return Measured(judged, labels, text_costs(architecture, tokens), metric_name)
+    costs, full = text_costs(architecture, tokens), full_depth_costs(architecture, tokens)
+    return Measured(judged, labels, costs, full, metric_name)
 
 
 def curve_point(split: Measured, policy: Policy) -> CurvePoint:
-    """What ``policy`` gives on ``split``; costs are means over texts, the speed-up is the ratio of mean costs."""
+    """What ``policy`` gives on ``split``; costs are means over texts, the speed-up is the ratio of mean costs, full
+    depth's to the policy's."""
     texts = np.arange(len(split.labels))
     chosen = leave_at(split.judged, policy)
     answers = split.judged.labels[chosen, texts]
@@ -237,7 +246,7 @@ def curve_point(split: Measured, policy: Policy) -> CurvePoint:
         metric=_rounded(score(split.metric, answers, split.labels)),
         agreement=_rounded(float((answers == split.last_labels).mean())),
         mean_cost=_rounded(mean_cost),
-        speedup=_rounded(float(split.costs[-1].mean()) / mean_cost),
+        speedup=_rounded(float(split.full_costs.mean()) / mean_cost),
         exit_shares=tuple(_rounded(float(share)) for share in shares),
     )
 

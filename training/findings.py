@@ -187,9 +187,8 @@ def _points(task: str, method: str, head: str, runs: Sequence[tuple[Path, Mappin
             logits = logits[-1:]
         costs = np.array([e["cost"] for e in result["exits"]][-len(logits) :])
         as_is = np.ones(len(logits))
-        split = Measured(
-            judge_all(logits, as_is, as_is), labels, np.repeat(costs[:, None], len(labels), axis=1), metric
-        )
+        of_texts = np.repeat(costs[:, None], len(labels), axis=1)
+        split = Measured(judge_all(logits, as_is, as_is), labels, of_texts, of_texts[-1], metric)
         curves.append([curve_point(split, Policy("confidence", threshold)) for threshold in THRESHOLDS])
     points = []
     for threshold, at in zip(THRESHOLDS, zip(*curves, strict=True), strict=True) if curves else ():
