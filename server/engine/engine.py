@@ -144,8 +144,8 @@ class Engine:
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """Temperatures have one entry per exit; ``max_queue`` bounds the texts admitted and not yet settled, and
-        ``max_wait_seconds`` how long a newcomer may expect to wait. ``shadow_rate`` is the share of the early answers
-        under a certified quality that run on to the last exit after they have been given.
+        ``max_wait_seconds`` how long a newcomer may expect to wait. ``shadow_rate`` is the share of the answers
+        under a certified quality that are checked against the last exit: early ones run on to it once they are given.
 
         Without a ``latency`` table nobody is refused for a wait, or for being late before it is tried.
         """
@@ -441,8 +441,14 @@ class Engine:
         self._release(1)
 
     def _shadow(self, item: Item, answer: Answer) -> None:
-        """Sends a text that has left early on to the last exit, if it is to be checked and there is room."""
-        if item.audit_tier is None or answer.reason not in CRITERIA or self._checks >= MOST_CHECKS or self._stopping:
+        """Checks an answer against the last exit, if it is to be checked and there is room: a text that has left early
+        is sent on."""
+        if item.audit_tier is None or self._checks >= MOST_CHECKS or self._stopping:
+            return
+        if answer.reason not in CRITERIA:
+            # The promise is over all texts under the tier, so the sample must be of all of them: those that left early
+            # disagree more often. The last exit agrees with itself, and a deadline's answer promises nothing to break.
+            self._observer.checked(item.audit_tier, True)
             return
         self._checks += 1
         follower = replace(

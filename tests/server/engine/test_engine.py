@@ -232,13 +232,33 @@ async def test_a_sampled_early_answer_runs_on_to_the_last_exit_once_it_is_given(
         assert len(rig.tally.answers) == 12
 
 
-async def test_only_early_answers_under_a_tier_are_checked_and_only_a_few_at_once(tiny_bundle: Bundle) -> None:
+async def test_answers_of_the_last_exit_are_checks_that_cost_no_run(tiny_bundle: Bundle) -> None:
+    async with running(tiny_bundle, shadow_rate=1.0) as rig:
+        await rig.ask(*some_texts(5), tier=0.97)
+        assert rig.tally.checks == [(0.97, True)] * 5
+        assert sum(texts for _, texts in rig.spy.runs) == 4 * 5
+
+
+async def test_a_deadline_that_cuts_texts_short_does_not_leave_the_early_answers_alone_in_the_sample(
+    tiny_bundle: Bundle,
+) -> None:
+    async with running(tiny_bundle, shadow_rate=1.0) as rig:
+        gate = Gate(rig, segment=3)
+        (outcome,) = await rig.ask("a good film", deadline_seconds=1.0, tier=0.97)
+        gate.open()
+        assert answered(outcome).reason == "deadline"
+        assert rig.tally.checks == [(0.97, True)]
+
+
+async def test_only_answers_under_a_tier_are_checked_and_only_a_few_at_once(tiny_bundle: Bundle) -> None:
     async with running(tiny_bundle, shadow_rate=1.0) as rig:
         await rig.ask(*some_texts(5), policy=FIRST)
-        await rig.ask(*some_texts(5), tier=0.97)
-        await rig.ask(*some_texts(5), policy=Policy("confidence", 1.0, max_exit=1), tier=0.97)
+        await rig.ask(*some_texts(5))
         gate = Gate(rig, segment=2)
-        await rig.ask(*some_texts(30), policy=FIRST, tier=0.97)
+        # Behind them there is no room even for checks that cost no run: the sample would tilt towards those.
+        free = Policy("confidence", 1.0, max_exit=1)
+        texts = [Text(text) for text in some_texts(30)]
+        await rig.engine.submit(texts, [FIRST] * 27 + [free] * 3, tier=0.97)
         gate.open()
         await until(lambda: len(rig.tally.checks) == MOST_CHECKS)
         await rig.ask(*some_texts(3))
