@@ -2,6 +2,7 @@
 
 import asyncio
 import threading
+import time
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from typing import Any
@@ -11,7 +12,8 @@ import pytest
 
 from models.bundle import Bundle
 from models.exits import Policy, full_depth
-from server.engine.engine import FEW_REQUESTS, MOST_CHECKS, Engine, NoTokens, NotRunning, Overloaded, TooLong
+from server.engine.admission import FEW_REQUESTS, PREDICTION_SECONDS, Overloaded
+from server.engine.engine import MOST_CHECKS, Engine, NoTokens, NotRunning, TooLong
 from server.engine.latency import LatencyTable, Measurement
 from server.engine.request import Answer, Failure, Outcome, Text
 from server.engine.runner import Runner, SegmentOutput, Work
@@ -580,20 +582,23 @@ async def test_many_requests_are_refused_where_they_would_wait_too_long_and_a_fe
 
 async def test_where_waits_turn_out_longer_than_predicted_fewer_are_admitted(tiny_bundle: Bundle) -> None:
     table = LatencyTable(np.array([1]), np.array([64]), np.full((4, 1, 1), 0.003))
+    ahead = 0.0
 
     async def admitted(rig: Rig) -> int:
+        nonlocal ahead
         gate = Gate(rig, segment=1)
         asked = []
         for text in some_texts(300):
             asked.append(asyncio.ensure_future(rig.ask(text, policy=FIRST)))
-            await asyncio.sleep(0.001)
-        await asyncio.sleep(2.0)
+            await asyncio.sleep(0)
+            ahead += 2 * PREDICTION_SECONDS
         gate.open()
         outcomes = await asyncio.gather(*asked, return_exceptions=True)
         assert {one.reason for one in outcomes if isinstance(one, Overloaded)} <= {"wait"}
         return sum(not isinstance(one, Overloaded) for one in outcomes)
 
-    async with running(tiny_bundle, latency=table, max_wait_seconds=0.75, max_batch_texts=1) as rig:
+    options = {"latency": table, "max_wait_seconds": 0.75, "max_batch_texts": 1}
+    async with running(tiny_bundle, **options, clock=lambda: time.monotonic() + ahead) as rig:
         for text in some_texts(100):
             # So that it is known that such texts leave at exit 1.
             await rig.ask(text, policy=FIRST)
