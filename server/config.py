@@ -123,8 +123,8 @@ class Settings(BaseSettings):
         ge=0,
         le=1,
         allow_inf_nan=False,
-        description="share of the early answers under a certified quality that run on to the last exit afterwards, "
-        "behind all other work, to see whether it agrees",
+        description="share of the answers under a certified quality that are checked against the last exit; early ones "
+        "run on to it afterwards, behind all other work",
     )
     shadow_fall_back: bool = Field(
         default=False,

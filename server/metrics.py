@@ -118,7 +118,7 @@ class Metrics:
         self.nonfinite = counter("nonfinite_total", "Texts failed because a logit was NaN or infinite", "model")
         self.shadow = counter(
             "shadow_total",
-            "Early answers that were run on to the last exit afterwards, and whether it agrees",
+            "Answers that were checked against the last exit, and whether it agrees",
             "model",
             "tier",
             "agrees",

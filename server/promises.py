@@ -1,7 +1,7 @@
 """Whether a certified quality holds in production: shadow checks, and what they say against the promise.
 
-A tier promises that an early answer is the last exit's with probability of at least ``quality``. A shadow check runs a
-sampled early answer on to the last exit and counts whether it agrees.
+A tier promises that an answer is the last exit's with probability of at least ``quality``. A shadow check says whether
+a sampled answer is: an early one runs on to the last exit, and one of the last exit agrees with itself.
 """
 
 import math

@@ -190,8 +190,8 @@ ROWS: dict[str, tuple[Plot, ...]] = {
     ),
     "Promises": (
         Plot(
-            "Early answers that the last exit agrees with",
-            "Of those that shadow checks ran on to the last exit. Few checks an hour make a rough line.",
+            "Answers that the last exit agrees with",
+            "Of those that were sampled for a shadow check. Few checks an hour make a rough line.",
             (
                 Query(
                     f'sum by (tier) (increase(offramp_shadow_total{{{HERE}, agrees="true"}}[1h])) '

@@ -12,7 +12,8 @@ from server.api.errors import ApiError, invalid
 from server.api.schemas import ClassifyRequest, TextPair
 from server.catalog import Catalog, ServedModel
 from server.config import Settings
-from server.engine.engine import NoTokens, NotRunning, Overloaded, Submitted, TooLong
+from server.engine.admission import Overloaded
+from server.engine.engine import NoTokens, NotRunning, Submitted, TooLong
 from server.engine.request import Answer, Outcome, Reading, Text, Timeline
 
 

@@ -18,7 +18,7 @@ from server.api.errors import ApiError, from_validation, invalid
 from server.api.schemas import ClassifyRequest, Strict, Wishes
 from server.catalog import Catalog, ServedModel
 from server.config import MOST_INPUTS, Settings
-from server.engine.engine import Overloaded
+from server.engine.admission import Overloaded
 from server.metrics import Metrics
 from server.middleware import CONTEXT, Context
 

@@ -16,12 +16,13 @@ import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
-from typing import Any, Literal, Protocol
+from typing import Any, Protocol
 
 import numpy as np
 
 from models.exits import CRITERIA, Policy, Reason, agree, decide, full_depth, judge
 from models.tokenization import Encoded, TextEncoder
+from server.engine.admission import Admission, Overloaded
 from server.engine.latency import LatencyTable
 from server.engine.order import Order, oldest
 from server.engine.request import (
@@ -46,41 +47,14 @@ logger = logging.getLogger("offramp.engine")
 # Tokenizing costs about a microsecond a character. Up to this many characters that is less than the hop to a thread
 # and back may cost under load; beyond it, it would hold up every other request on the loop.
 INLINE_CHARACTERS = 2_000
-
-
 # A run that is predicted to take no longer than this goes on the loop's own thread where nothing else is in work: two
 # wake-ups less, and whoever comes meanwhile waits no longer than for a long text's tokens.
 INLINE_SECONDS = 0.002
 # Checks in work at once; beyond it answers go unchecked. Checks wait for everybody else, and must not become work that
 # newcomers are refused for.
 MOST_CHECKS = 8
-LAST_ARRIVAL = 1 << 62
-# Shares of the longest wait between which the load lowers depth where a request consents.
-LOWER_FROM, LOWEST_FROM = 0.1, 0.6
-# How old a predicted wait may be when a newcomer is admitted by it.
-PREDICTION_SECONDS = 0.005
-# What waits turn out to be, in units of those predicted, is learned from waits that are long enough to tell.
-WORTH_LEARNING_SECONDS = 0.05
-LEARNING_RATE = 0.02
-MOST_SLOWNESS = 10.0
-# So few requests are never refused because of how long they would wait: a handful of clients that send large batches
-# wants the throughput, and max_queue bounds them.
-FEW_REQUESTS = 32
-
-
-class Overloaded(Exception):
-    """The bounded queue is full, its work would take too long, or the deadline would pass before the first exit; try
-    again in ``retry_after`` s."""
-
-    def __init__(self, reason: Literal["queue_full", "wait", "late"], retry_after: int) -> None:
-        why = {
-            "queue_full": "too many texts are waiting",
-            "wait": "what waits already would take too long",
-            "late": "the deadline would pass before the first exit",
-        }
-        super().__init__(f"{why[reason]}; try again in {retry_after} s")
-        self.reason = reason
-        self.retry_after = retry_after
+# Checks queue behind everybody who is waited for: no text's arrival ever gets that far.
+FIRST_CHECK = 1 << 62
 
 
 class NotRunning(Exception):
@@ -144,8 +118,8 @@ class Engine:
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """Temperatures have one entry per exit; ``max_queue`` bounds the texts admitted and not yet settled, and
-        ``max_wait_seconds`` how long a newcomer may expect to wait. ``shadow_rate`` is the share of the early answers
-        under a certified quality that run on to the last exit after they have been given.
+        ``max_wait_seconds`` how long a newcomer may expect to wait. ``shadow_rate`` is the share of the answers
+        under a certified quality that are checked against the last exit: early ones run on to it once they are given.
 
         Without a ``latency`` table nobody is refused for a wait, or for being late before it is tried.
         """
@@ -156,17 +130,11 @@ class Engine:
         self._last_exit = len(self._temperatures)
         self._observer = observer
         self._latency = latency
-        self._max_queue = max_queue
-        self._max_wait = max_wait_seconds
         self._clock = clock
         self._arrivals = itertools.count()
-        # Behind everybody who is waited for.
-        self._check_arrivals = itertools.count(LAST_ARRIVAL)
+        self._check_arrivals = itertools.count(FIRST_CHECK)
         self._shadow_rate = shadow_rate
         self._checks = 0
-        self._admitted = 0
-        self._requests = 0
-        self._predicted, self._predicted_at, self._slowness = 0.0, -math.inf, 1.0
         # Admitted, and neither settled nor abandoned: who must be told, should the engine break.
         self._open: set[Item] = set()
         self._accepting = False
@@ -179,6 +147,9 @@ class Engine:
             latency=latency,
             order=order,
             workers=workers,
+        )
+        self._admission = Admission(
+            max_texts=max_queue, max_wait_seconds=max_wait_seconds, predicted_wait=self._predicted_wait, clock=clock
         )
         # Guards the scheduler and the count of busy workers; waited on by idle workers.
         self._work = threading.Condition()
@@ -224,7 +195,7 @@ class Engine:
     @property
     def idle(self) -> bool:
         """Whether nothing is in work."""
-        return self._busy == 0 and not self._admitted
+        return self._busy == 0 and not self._admission.texts
 
     def queue_depth(self, segment: int) -> int:
         """Texts that wait for ``segment`` (1 = first)."""
@@ -258,107 +229,83 @@ class Engine:
             raise NotRunning
         started = self._clock()
         self.check_room(len(texts))
-        self._requests += 1
-        try:
-            return await self._submit(
-                texts, policies, truncate, deadline_seconds, every_reading, tier, started, request_id, timeline
-            )
-        finally:
-            self._requests -= 1
+        deadline = None if deadline_seconds is None else started + deadline_seconds
+        with self._admission.request():
+            items: list[Item] = []
+            submission = Submission(len(texts), self._loop.create_future(), request_id)
+            self._admit(len(texts))
+            try:
+                encoded = await self._encode(texts, truncate)
+                tokenized = self._clock()
+                if timeline is not None:
+                    timeline.tokenizing, timeline.tokenized = started, tokenized
+                    timeline.runs = [[] for _ in texts]
+                if deadline is not None:
+                    self._check_deadline(deadline, tokenized, sum(len(one) for one in encoded))
+                items = [
+                    Item(
+                        arrival=next(self._arrivals),
+                        ids=np.asarray(one.ids, dtype=np.int64),
+                        type_ids=np.asarray(one.type_ids, dtype=np.int64),
+                        policy=policy,
+                        truncated=one.truncated,
+                        submission=submission,
+                        index=index,
+                        deadline=deadline,
+                        every_reading=every_reading or deadline is not None,
+                        audit_tier=tier if random.random() < self._shadow_rate else None,
+                        runs=None if timeline is None else timeline.runs[index],
+                    )
+                    for index, (one, policy) in enumerate(zip(encoded, policies, strict=True))
+                ]
+            finally:
+                # From here on each item gives its own place back, when it is settled or abandoned.
+                self._open.update(items)
+                self._release(len(texts) - len(items))
+            if items:
+                await self._outcomes(items, submission, tokenized, deadline)
+        outcomes = [outcome for outcome in submission.outcomes if outcome is not None]
+        return Submitted(outcomes, tokenized - started)
 
-    def check_room(self, texts: int) -> None:
-        """Raises :class:`Overloaded` where a newcomer with so many ``texts`` would find no room, or wait too long."""
-        if self._admitted + texts > self._max_queue:
-            with self._work:
-                raise Overloaded("queue_full", self._scheduler.retry_after(self._clock()))
-        if self._requests > FEW_REQUESTS and (wait := self._slowness * self._work_ahead()) > self._max_wait:
-            raise Overloaded("wait", max(1, math.ceil(wait)))
-
-    def _work_ahead(self) -> float:
-        """Seconds of runs before a newcomer, as the scheduler predicts them; at most :data:`PREDICTION_SECONDS` old,
-        for under overload predicting anew for everyone who is refused would take a fifth of the loop's time."""
-        now = self._clock()
-        if now - self._predicted_at > PREDICTION_SECONDS:
-            with self._work:
-                self._predicted, self._predicted_at = self._scheduler.predicted_wait(now), now
-        return self._predicted
-
-    def pressure(self) -> float:
-        """The load, from 0 to 1: where the wait that a newcomer may expect lies between a tenth of what it may be and
-        six tenths."""
-        share = self._slowness * self._work_ahead() / self._max_wait
-        return min(1.0, max(0.0, (share - LOWER_FROM) / (LOWEST_FROM - LOWER_FROM)))
-
-    def _learn_slowness(self, predicted: float, taken: float) -> None:
-        """A text before which there were ``predicted`` seconds of runs was answered after ``taken``: runs share the
-        CPUs with the loop, and with whoever else there is."""
-        if predicted > WORTH_LEARNING_SECONDS:
-            self._slowness += LEARNING_RATE * (min(taken / predicted, MOST_SLOWNESS) - self._slowness)
-
-    async def _submit(
-        self,
-        texts: Sequence[Text],
-        policies: Sequence[Policy],
-        truncate: bool,
-        deadline_seconds: float | None,
-        every_reading: bool,
-        tier: float | None,
-        started: float,
-        request_id: str,
-        timeline: Timeline | None,
-    ) -> Submitted:
-        self._admit(len(texts))
-        items: list[Item] = []
-        submission = Submission(len(texts), self._loop.create_future(), request_id)
-        try:
-            encoded = await self._encode(texts, truncate)
-            tokenized = self._clock()
-            if timeline is not None:
-                timeline.tokenizing, timeline.tokenized = started, tokenized
-                timeline.runs = [[] for _ in texts]
-            deadline = None if deadline_seconds is None else started + deadline_seconds
-            if deadline is not None:
-                with self._work:
-                    if self._scheduler.would_be_late(tokenized, deadline, sum(len(one) for one in encoded)):
-                        raise Overloaded("late", self._scheduler.retry_after(tokenized))
-            items = [
-                Item(
-                    arrival=next(self._arrivals),
-                    ids=np.asarray(one.ids, dtype=np.int64),
-                    type_ids=np.asarray(one.type_ids, dtype=np.int64),
-                    policy=policy,
-                    truncated=one.truncated,
-                    submission=submission,
-                    index=index,
-                    deadline=deadline,
-                    every_reading=every_reading or deadline is not None,
-                    audit_tier=tier if random.random() < self._shadow_rate else None,
-                    runs=None if timeline is None else timeline.runs[index],
-                )
-                for index, (one, policy) in enumerate(zip(encoded, policies, strict=True))
-            ]
-        finally:
-            # From here on each item gives its own place back, when it is settled or abandoned.
-            self._open.update(items)
-            self._release(len(texts) - len(items))
-        if not items:
-            return Submitted([], tokenized - started)
+    async def _outcomes(
+        self, items: Sequence[Item], submission: Submission, tokenized: float, deadline: float | None
+    ) -> None:
+        """Sends admitted ``items`` on their way and returns once all are settled; if cancelled it abandons them."""
         timer = None
         try:
             if self._broken:
                 # While these were tokenized; nobody would run them.
                 raise NotRunning
-            predicted = self._work_ahead() if self._requests > FEW_REQUESTS else 0.0
+            predicted = self._admission.predicted() if self._admission.crowded else 0.0
             self._set_out(items, tokenized)
             if deadline is not None:
                 timer = self._loop.call_later(max(0.0, deadline - tokenized), self._expire, items)
             await submission.future
-            self._learn_slowness(predicted, self._clock() - tokenized)
+            if deadline is None:
+                # A deadline has its own turn, and its own end of waiting.
+                self._admission.learn(predicted, self._clock() - tokenized)
         finally:
             if timer is not None:
                 timer.cancel()
             self._abandon(items)
-        return Submitted([outcome for outcome in submission.outcomes if outcome is not None], tokenized - started)
+
+    def check_room(self, texts: int) -> None:
+        """Raises :class:`Overloaded` where a newcomer with so many ``texts`` would find no room, or wait too long."""
+        self._admission.check(texts)
+
+    def pressure(self) -> float:
+        """The load, from 0 to 1, by which depth is lowered where a request consents."""
+        return self._admission.pressure()
+
+    def _predicted_wait(self, now: float) -> float:
+        with self._work:
+            return self._scheduler.predicted_wait(now)
+
+    def _check_deadline(self, deadline: float, now: float, tokens: int) -> None:
+        with self._work:
+            late = self._scheduler.would_be_late(now, deadline, tokens)
+        if late:
+            raise Overloaded("late", self._admission.wait())
 
     def _set_out(self, items: Sequence[Item], now: float) -> None:
         """Hands admitted ``items`` to the workers, or runs the first segment at once where that is sooner."""
@@ -407,12 +354,12 @@ class Engine:
     # On the event loop's thread: admission and outcomes. Each item is settled or abandoned exactly once.
 
     def _admit(self, texts: int) -> None:
-        self._admitted += texts
+        self._admission.texts += texts
         self._idle.clear()
 
     def _release(self, texts: int) -> None:
-        self._admitted -= texts
-        if not self._admitted:
+        self._admission.texts -= texts
+        if not self._admission.texts:
             self._idle.set()
 
     def _settle(self, outcomes: Sequence[tuple[Item, Outcome]]) -> None:
@@ -441,8 +388,14 @@ class Engine:
         self._release(1)
 
     def _shadow(self, item: Item, answer: Answer) -> None:
-        """Sends a text that has left early on to the last exit, if it is to be checked and there is room."""
-        if item.audit_tier is None or answer.reason not in CRITERIA or self._checks >= MOST_CHECKS or self._stopping:
+        """Checks an answer against the last exit, if it is to be checked and there is room: a text that has left early
+        is sent on."""
+        if item.audit_tier is None or self._checks >= MOST_CHECKS or self._stopping:
+            return
+        if answer.reason not in CRITERIA:
+            # The promise is over all texts under the tier, so the sample must be of all of them: those that left early
+            # disagree more often. The last exit agrees with itself, and a deadline's answer promises nothing to break.
+            self._observer.checked(item.audit_tier, True)
             return
         self._checks += 1
         follower = replace(

@@ -107,8 +107,8 @@ class Item:
 
     ``arrival`` orders items by age; ``deadline`` and ``waiting_since`` are on the engine's clock, in seconds.
     ``segment`` is the one to run next. ``every_reading`` asks for what each exit on the way says, even where the text
-    may not leave. ``audit_tier`` asks for a shadow check once it has left early under that tier; a check is itself an
-    item, of which nobody waits for the answer. ``done`` means that nobody waits for it any more: answered, failed or
+    may not leave. ``audit_tier`` asks for a shadow check of its answer under that tier; a check is itself an item, of
+    which nobody waits for the answer. ``done`` means that nobody waits for it any more: answered, failed or
     abandoned. ``runs`` are its own of a :class:`Timeline`, if there is one.
     """
 

@@ -4,7 +4,6 @@ Pure data and decisions: no I/O, no ONNX Runtime, no asyncio, no clock (time com
 (the caller holds one).
 """
 
-import math
 from bisect import bisect_left, bisect_right, insort
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
@@ -185,10 +184,6 @@ class Scheduler(Generic[W]):
     def would_be_late(self, now: float, deadline: float, tokens: int) -> bool:
         """Whether a newcomer could not even pass its first exit before its ``deadline``, and so get no answer."""
         return now + self.first_exit_in(now, deadline, tokens) > deadline
-
-    def retry_after(self, now: float) -> int:
-        """Whole seconds after which what waits now will be done, from 1 to 60: the Retry-After of a refusal."""
-        return min(60, max(1, math.ceil(self.predicted_wait(now))))
 
     # The choice.
 

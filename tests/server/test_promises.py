@@ -19,7 +19,9 @@ def test_a_promise_that_just_holds_is_called_broken_in_at_most_one_run_of_twenty
     assert alarms <= 25
 
 
-@pytest.mark.parametrize(("promised", "risk", "checks"), [(0.05, 0.15, 200), (0.01, 0.05, 500), (0.1, 0.15, 1_500)])
+@pytest.mark.parametrize(
+    ("promised", "risk", "checks"), [(0.05, 0.15, 200), (0.01, 0.05, 500), (0.1, 0.15, 1_500), (0.01, 0.02, 2_000)]
+)
 def test_a_broken_promise_is_found(promised: float, risk: float, checks: int) -> None:
     found = sum(largest_evidence(risk, promised, checks, seed) >= BROKEN for seed in range(40))
     assert found >= 32

@@ -2,6 +2,7 @@
 
 import asyncio
 import threading
+import time
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from typing import Any
@@ -11,7 +12,8 @@ import pytest
 
 from models.bundle import Bundle
 from models.exits import Policy, full_depth
-from server.engine.engine import FEW_REQUESTS, MOST_CHECKS, Engine, NoTokens, NotRunning, Overloaded, TooLong
+from server.engine.admission import FEW_REQUESTS, PREDICTION_SECONDS, Overloaded
+from server.engine.engine import MOST_CHECKS, Engine, NoTokens, NotRunning, TooLong
 from server.engine.latency import LatencyTable, Measurement
 from server.engine.request import Answer, Failure, Outcome, Text
 from server.engine.runner import Runner, SegmentOutput, Work
@@ -232,13 +234,33 @@ async def test_a_sampled_early_answer_runs_on_to_the_last_exit_once_it_is_given(
         assert len(rig.tally.answers) == 12
 
 
-async def test_only_early_answers_under_a_tier_are_checked_and_only_a_few_at_once(tiny_bundle: Bundle) -> None:
+async def test_answers_of_the_last_exit_are_checks_that_cost_no_run(tiny_bundle: Bundle) -> None:
+    async with running(tiny_bundle, shadow_rate=1.0) as rig:
+        await rig.ask(*some_texts(5), tier=0.97)
+        assert rig.tally.checks == [(0.97, True)] * 5
+        assert sum(texts for _, texts in rig.spy.runs) == 4 * 5
+
+
+async def test_a_deadline_that_cuts_texts_short_does_not_leave_the_early_answers_alone_in_the_sample(
+    tiny_bundle: Bundle,
+) -> None:
+    async with running(tiny_bundle, shadow_rate=1.0) as rig:
+        gate = Gate(rig, segment=3)
+        (outcome,) = await rig.ask("a good film", deadline_seconds=1.0, tier=0.97)
+        gate.open()
+        assert answered(outcome).reason == "deadline"
+        assert rig.tally.checks == [(0.97, True)]
+
+
+async def test_only_answers_under_a_tier_are_checked_and_only_a_few_at_once(tiny_bundle: Bundle) -> None:
     async with running(tiny_bundle, shadow_rate=1.0) as rig:
         await rig.ask(*some_texts(5), policy=FIRST)
-        await rig.ask(*some_texts(5), tier=0.97)
-        await rig.ask(*some_texts(5), policy=Policy("confidence", 1.0, max_exit=1), tier=0.97)
+        await rig.ask(*some_texts(5))
         gate = Gate(rig, segment=2)
-        await rig.ask(*some_texts(30), policy=FIRST, tier=0.97)
+        # Behind them there is no room even for checks that cost no run: the sample would tilt towards those.
+        free = Policy("confidence", 1.0, max_exit=1)
+        texts = [Text(text) for text in some_texts(30)]
+        await rig.engine.submit(texts, [FIRST] * 27 + [free] * 3, tier=0.97)
         gate.open()
         await until(lambda: len(rig.tally.checks) == MOST_CHECKS)
         await rig.ask(*some_texts(3))
@@ -560,20 +582,23 @@ async def test_many_requests_are_refused_where_they_would_wait_too_long_and_a_fe
 
 async def test_where_waits_turn_out_longer_than_predicted_fewer_are_admitted(tiny_bundle: Bundle) -> None:
     table = LatencyTable(np.array([1]), np.array([64]), np.full((4, 1, 1), 0.003))
+    ahead = 0.0
 
     async def admitted(rig: Rig) -> int:
+        nonlocal ahead
         gate = Gate(rig, segment=1)
         asked = []
         for text in some_texts(300):
             asked.append(asyncio.ensure_future(rig.ask(text, policy=FIRST)))
-            await asyncio.sleep(0.001)
-        await asyncio.sleep(2.0)
+            await asyncio.sleep(0)
+            ahead += 2 * PREDICTION_SECONDS
         gate.open()
         outcomes = await asyncio.gather(*asked, return_exceptions=True)
         assert {one.reason for one in outcomes if isinstance(one, Overloaded)} <= {"wait"}
         return sum(not isinstance(one, Overloaded) for one in outcomes)
 
-    async with running(tiny_bundle, latency=table, max_wait_seconds=0.75, max_batch_texts=1) as rig:
+    options = {"latency": table, "max_wait_seconds": 0.75, "max_batch_texts": 1}
+    async with running(tiny_bundle, **options, clock=lambda: time.monotonic() + ahead) as rig:
         for text in some_texts(100):
             # So that it is known that such texts leave at exit 1.
             await rig.ask(text, policy=FIRST)

@@ -309,17 +309,9 @@ def test_the_wait_of_a_newcomer_is_the_work_ahead_shared_among_workers() -> None
     scheduler.add([_item(0), _item(1, segment=2)], 0.0)
     # The first runs 1 s, and in half of the cases 4 s more; the second runs 4 s: 7 s of work for two workers.
     assert scheduler.predicted_wait(0.0) == pytest.approx(3.5)
-    assert scheduler.retry_after(0.0) == 4
     _first(scheduler, 0.0)
     # Of the first run half a second is left, and what may come after it.
     assert scheduler.predicted_wait(0.5) == pytest.approx((0.5 + 2.0 + 4.0) / 2)
-
-
-def test_a_retry_is_never_asked_for_at_once_nor_in_more_than_a_minute() -> None:
-    assert _scheduler().retry_after(0.0) == 1
-    scheduler: Scheduler[Item] = Scheduler(1, max_batch_tokens=64, max_batch_texts=1, latency=_table(1000.0))
-    scheduler.add([_item(0)], 0.0)
-    assert scheduler.retry_after(0.0) == 60
 
 
 def test_only_those_are_late_that_could_not_even_pass_their_first_exit() -> None:
@@ -470,7 +462,6 @@ class Life(RuleBasedStateMachine):
     def predictions_are_sane(self) -> None:
         if hasattr(self, "scheduler"):
             assert 0.0 <= self.scheduler.predicted_wait(self.now) < math.inf
-            assert 1 <= self.scheduler.retry_after(self.now) <= 60
 
     def teardown(self) -> None:
         """Nobody comes any more: all get to an end."""
