@@ -184,9 +184,10 @@ def _run_workers(settings: Settings) -> int:
         return process, ours
 
     def on_loaded() -> None:
-        logger.info("listening on %s with %d processes", _url(listener), settings.workers)
         if monitor is not None:
             logger.info("metrics on %s/metrics", _url(monitor))
+        # Last: whoever starts a server waits for this line.
+        logger.info("listening on %s with %d processes", _url(listener), settings.workers)
 
     def on_end() -> None:
         # The workers have their own; the port is free once the last of them closes it.
@@ -306,9 +307,9 @@ async def _serve(
             signal.signal(signal.SIGHUP, lambda sig, frame: loop.call_soon_threadsafe(reload))
     async with _metrics_served(app.state.metrics, monitor):
         if line is None:
-            logger.info("listening on %s", _url(listener))
             if monitor is not None:
                 logger.info("metrics on %s/metrics", _url(monitor))
+            logger.info("listening on %s", _url(listener))
         else:
             # A parent that dies leaves nobody to tell us when to end.
             line.open(catalog.reload, lambda _: None, lambda: on_signal(signal.SIGTERM, None))
