@@ -10,6 +10,7 @@ the items, each of which is one worker's while it runs. All else is the event lo
 """
 
 import asyncio
+import functools
 import itertools
 import logging
 import math
@@ -154,11 +155,15 @@ class Engine:
             order=order,
             workers=workers,
         )
-        self._admission = Admission(
-            max_texts=max_queue, max_wait_seconds=max_wait_seconds, predicted_wait=self._predicted_wait, clock=clock
-        )
         # Guards the scheduler and the count of busy workers; waited on by idle workers.
         self._work = threading.Condition()
+        self._admission = Admission(
+            max_texts=max_queue,
+            max_wait_seconds=max_wait_seconds,
+            # No method of this engine: a cycle would keep all of its memory after a reload.
+            predicted_wait=functools.partial(_predicted_wait, self._work, self._scheduler),
+            clock=clock,
+        )
         self._busy = workers
         self._workers = [
             threading.Thread(target=self._serve, name=f"offramp-worker-{number}", daemon=True)
@@ -302,10 +307,6 @@ class Engine:
     def pressure(self) -> float:
         """The load, from 0 to 1, by which depth is lowered where a request consents."""
         return self._admission.pressure()
-
-    def _predicted_wait(self, now: float) -> float:
-        with self._work:
-            return self._scheduler.predicted_wait(now)
 
     def _check_deadline(self, deadline: float, now: float, tokens: int) -> None:
         with self._work:
@@ -521,3 +522,8 @@ class Engine:
         except RuntimeError:
             # The loop was closed without closing the engine: nobody is left to be told.
             logger.debug("the event loop is closed; %s dropped", call.__name__)
+
+
+def _predicted_wait(work: threading.Condition, scheduler: Scheduler[Item], now: float) -> float:
+    with work:
+        return scheduler.predicted_wait(now)

@@ -68,7 +68,7 @@ def fullest(queues: Sequence[Queue]) -> Queue:
 
 
 OrderName = Literal["oldest", "deepest", "gittins", "fullest"]
-ORDERS: Mapping[OrderName, Order] = {"oldest": oldest, "deepest": deepest, "gittins": gittins, "fullest": fullest}
+ORDERS: Mapping[str, Order] = {"oldest": oldest, "deepest": deepest, "gittins": gittins, "fullest": fullest}
 
 
 class Chances:

@@ -159,7 +159,7 @@ async def test_the_pages_are_pages(tiny_bundle: Bundle, path: str) -> None:
 async def test_models_share_the_cpus_and_each_gets_its_turn(tiny_bundle: Bundle, pair_bundle: Bundle) -> None:
     async with serving(tiny_bundle, pair_bundle, runs=1) as served:
         entered, release = threading.Event(), threading.Event()
-        runner = served.catalog.default.engine._runner.runner
+        runner = served.catalog.default.engine._stepper._runner.runner
         run = runner.run
 
         def held_up(*arguments: Any, **options: Any) -> Any:
@@ -172,7 +172,7 @@ async def test_models_share_the_cpus_and_each_gets_its_turn(tiny_bundle: Bundle,
         assert await asyncio.to_thread(entered.wait, 60)
         pair = {"text": "a man", "text_pair": "someone"}
         second = asyncio.ensure_future(served.classify(pair, model="tiny-pairs"))
-        turns = served.catalog.default.engine._runner.turns
+        turns = served.catalog.default.engine._stepper._runner.turns
         await eventually(lambda: len(turns._waiting) == 1)
         release.set()
         assert [reply.status_code for reply in await asyncio.gather(first, second)] == [200, 200]

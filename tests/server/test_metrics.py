@@ -242,7 +242,7 @@ def _block(served: Served, segment: int = 1) -> _Release:
     """Makes the engine's workers stop before ``segment`` until the event is set."""
     release = _Release()
     engine = served.catalog.default.engine
-    run = engine._runner.run
+    run = engine._stepper._runner.run
 
     def waiting_run(number: int, items: Any, **options: Any) -> Any:
         if number == segment:
@@ -250,5 +250,5 @@ def _block(served: Served, segment: int = 1) -> _Release:
             release.wait(30)
         return run(number, items, **options)
 
-    engine._runner.run = waiting_run  # type: ignore[method-assign]
+    engine._stepper._runner.run = waiting_run  # type: ignore[method-assign]
     return release
