@@ -154,7 +154,7 @@ async def test_a_full_queue_is_counted_as_a_rejection_with_429(tiny_bundle: Bund
     async with serving(tiny_bundle, max_queue=2, max_inputs=2, runs=1) as served:
         release = _block(served)
         waiting = asyncio.ensure_future(served.classify(["a", "b"]))
-        await eventually(lambda: served.catalog.default.engine._admitted == 2)
+        await eventually(lambda: served.catalog.default.engine._admission.texts == 2)
         before = samples(served.metrics.registry)
         response = await served.classify("c")
         assert response.status_code == 429
