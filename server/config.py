@@ -12,6 +12,7 @@ from pydantic import Field, SecretStr, ValidationError, field_validator, model_v
 from pydantic_settings import BaseSettings, NoDecode, SettingsConfigDict
 
 from models.bundle import SHIPPED_BUNDLE, Precision
+from server.engine.order import OrderName
 
 # No setting of max_inputs goes beyond it, so that a list can be refused at its first element too many: checking the
 # half million texts, or the million numbers in their place, that fit into 2 MB held up the event loop for seconds.
@@ -83,7 +84,7 @@ class Settings(BaseSettings):
         description="tokens of one micro-batch (a longer single text runs alone); "
         "none means 512 on the CPU and 8192 on CUDA",
     )
-    order: Literal["oldest", "deepest", "gittins", "fullest"] = Field(
+    order: OrderName = Field(
         default="oldest",
         description="which texts a free worker takes first: the oldest, those furthest on, where most answers a second "
         "are expected, or the largest micro-batch; none lets a text starve",

@@ -27,7 +27,7 @@ def split_cpus(cpus: int, runs: int | None, threads: int | None) -> tuple[int, i
     """``(runs, threads)``: how many runs at once, on how many threads each, under load for ``cpus`` CPUs; what is given
     is kept, the rest fits into the allowance.
 
-    One thread per run: 8 to 12 % more texts a second than half as many runs on two threads each (design.md section 5).
+    One thread per run: 8 to 12 % more texts a second than half as many runs on two threads each (docs/decisions/0008).
     More runs than ``MOST_RUNS`` would wait for Python's lock, so then they get more threads.
     """
     if runs is None:

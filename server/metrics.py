@@ -114,7 +114,11 @@ class Metrics:
         self.inflight = gauge("inflight_requests", "Classification requests in work now", "livesum")
         self.rejected = counter("rejected_total", "Requests refused or given up unanswered", "model", "reason")
         self.cancelled = counter("cancelled_total", "Texts dropped because their client had gone", "model")
-        self.truncated = counter("truncated_total", "Texts cut to the model's maximum length", "model")
+        self.truncated = counter(
+            "truncated_total",
+            "Texts cut to the tokens that are read: the model's maximum, or the setting max_tokens",
+            "model",
+        )
         self.nonfinite = counter("nonfinite_total", "Texts failed because a logit was NaN or infinite", "model")
         self.shadow = counter(
             "shadow_total",

@@ -91,7 +91,7 @@ async def classify(
             raise ApiError(503, "a worker of this model has died") from None
         raise ApiError(503, "the server is starting or draining", type="draining") from None
     except TooLong as error:
-        message = f"{error.tokens} tokens, but the model takes at most {error.limit} (truncate is false)"
+        message = f"{error.tokens} tokens, but at most {error.limit} are read (truncate is false)"
         raise ApiError(413, message, paths[error.index]) from None
     except NoTokens as error:
         raise invalid("nothing is left of the text after normalisation", paths[error.index]) from None

@@ -140,7 +140,9 @@ class ClassifyRequest(Wishes):
         "stay",
     )
     truncate: bool = Field(
-        default=True, description="cut texts that are longer than the model takes; false answers them with 413"
+        default=True,
+        description="cut texts that have more tokens than the model (or the setting max_tokens) takes; false answers "
+        "them with 413",
     )
     explain: bool = Field(default=False, description="add `exits`: the scores at every exit passed")
 

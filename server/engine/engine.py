@@ -1,12 +1,16 @@
 """The engine: texts in, answers out, each text leaving at the first exit that is sure enough for its policy.
 
 The event loop's thread tokenizes short texts, admits, and settles outcomes. Worker threads take micro-batches from the
-scheduler, run one segment, judge its exit, send the leavers' answers off at once and put the survivors into the next
-segment's queue, where they are regrouped with whoever waits. The first segment of a short text that finds the engine
-idle runs on the loop's thread.
+scheduler, take a step (:mod:`server.engine.step`), send the leavers' answers off at once and put the survivors into the
+next segment's queue, where they are regrouped with whoever waits. The first segment of a short text that finds the
+engine idle runs on the event loop's thread.
+
+Of the state below, workers and the event loop share the scheduler and the count of busy workers, under one lock, and
+the items, each of which is one worker's while it runs. All else is the event loop's alone.
 """
 
 import asyncio
+import functools
 import itertools
 import logging
 import math
@@ -20,7 +24,7 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from models.exits import CRITERIA, Policy, Reason, agree, decide, full_depth, judge
+from models.exits import CRITERIA, Policy, Reason, full_depth
 from models.tokenization import Encoded, TextEncoder
 from server.engine.admission import Admission, Overloaded
 from server.engine.latency import LatencyTable
@@ -32,14 +36,13 @@ from server.engine.request import (
     Failure,
     Item,
     Outcome,
-    Reading,
-    Run,
     Submission,
     Text,
     Timeline,
 )
-from server.engine.runner import SegmentOutput, SegmentRunner
+from server.engine.runner import SegmentRunner
 from server.engine.scheduler import Scheduler
+from server.engine.step import Ran, Stepper
 from server.logs import FIELDS
 
 logger = logging.getLogger("offramp.engine")
@@ -62,10 +65,10 @@ class NotRunning(Exception):
 
 
 class TooLong(Exception):
-    """Text ``index`` has more tokens than the model takes, and was not to be truncated."""
+    """Text ``index`` has more tokens than are read of it, and was not to be truncated."""
 
     def __init__(self, index: int, tokens: int, limit: int) -> None:
-        super().__init__(f"{tokens} tokens, but the model takes at most {limit}")
+        super().__init__(f"{tokens} tokens, but at most {limit} are read")
         self.index, self.tokens, self.limit = index, tokens, limit
 
 
@@ -78,8 +81,8 @@ class NoTokens(Exception):
 
 
 class Observer(Protocol):
-    """Who is told what happens: once for each run of a segment (from worker threads), and exactly once for each
-    admitted text (from the event loop's thread)."""
+    """Who is told what happens: once for each run of a segment (on the thread that it was on), and from the event
+    loop's thread exactly once for each admitted text, and once for each shadow check."""
 
     def segment_ran(self, segment: int, texts: int, seconds: float) -> None: ...
     def answered(self, answer: Answer) -> None: ...
@@ -123,11 +126,15 @@ class Engine:
 
         Without a ``latency`` table nobody is refused for a wait, or for being late before it is tried.
         """
-        self._runner = runner
+        self._stepper = Stepper(
+            runner=runner,
+            temperatures=list(zip(temperatures, agreement_temperatures, strict=True)),
+            observer=observer,
+            clock=clock,
+        )
         self._encoder = encoder
         self._blank_tokens = len(encoder.encode("")), len(encoder.encode("", ""))
-        self._temperatures = list(zip(temperatures, agreement_temperatures, strict=True))
-        self._last_exit = len(self._temperatures)
+        self._last_exit = len(temperatures)
         self._observer = observer
         self._latency = latency
         self._clock = clock
@@ -148,11 +155,15 @@ class Engine:
             order=order,
             workers=workers,
         )
-        self._admission = Admission(
-            max_texts=max_queue, max_wait_seconds=max_wait_seconds, predicted_wait=self._predicted_wait, clock=clock
-        )
         # Guards the scheduler and the count of busy workers; waited on by idle workers.
         self._work = threading.Condition()
+        self._admission = Admission(
+            max_texts=max_queue,
+            max_wait_seconds=max_wait_seconds,
+            # No method of this engine: a cycle would keep all of its memory after a reload.
+            predicted_wait=functools.partial(_predicted_wait, self._work, self._scheduler),
+            clock=clock,
+        )
         self._busy = workers
         self._workers = [
             threading.Thread(target=self._serve, name=f"offramp-worker-{number}", daemon=True)
@@ -297,10 +308,6 @@ class Engine:
         """The load, from 0 to 1, by which depth is lowered where a request consents."""
         return self._admission.pressure()
 
-    def _predicted_wait(self, now: float) -> float:
-        with self._work:
-            return self._scheduler.predicted_wait(now)
-
     def _check_deadline(self, deadline: float, now: float, tokens: int) -> None:
         with self._work:
             late = self._scheduler.would_be_late(now, deadline, tokens)
@@ -329,10 +336,9 @@ class Engine:
         """Predicted seconds of segment 1 on one text of ``tokens`` tokens; without a table nothing is known."""
         return math.inf if self._latency is None else self._latency.seconds_of(1, 1, tokens)
 
-    def _take_in(self, ran: "_Ran") -> None:
+    def _take_in(self, ran: Ran) -> None:
         """Tells the scheduler what has become of a micro-batch."""
-        answers = sum(isinstance(outcome, Answer) for _, outcome in ran.leavers)
-        self._scheduler.ran(ran.segment, answers + len(ran.survivors), answers)
+        self._scheduler.ran(ran.segment, ran.answers + len(ran.survivors), ran.answers)
         self._scheduler.add(ran.survivors, self._clock())
 
     async def _encode(self, texts: Sequence[Text], truncate: bool) -> list[Encoded]:
@@ -459,7 +465,7 @@ class Engine:
 
     def _serve(self) -> None:
         try:
-            ran: _Ran | None = None
+            ran: Ran | None = None
             while (picked := self._exchange(ran)) is not None:
                 ran = self._step(*picked)
                 if ran.leavers:
@@ -469,7 +475,7 @@ class Engine:
             logger.exception("a worker died; the engine stops")
             self._send(self._break)
 
-    def _exchange(self, ran: "_Ran | None") -> tuple[Batch, bool] | None:
+    def _exchange(self, ran: Ran | None) -> tuple[Batch, bool] | None:
         """Hands over what a worker ran and takes its next micro-batch, once there is one, and whether it has the
         machine to itself; ``None`` when the engine stops."""
         with self._work:
@@ -487,14 +493,14 @@ class Engine:
                 self._busy += 1
         return None
 
-    def _step(self, batch: Batch, lone: bool) -> "_Ran":
+    def _step(self, batch: Batch, lone: bool) -> Ran:
         """Runs one segment: those that leave with their outcomes, and those that go on.
 
         Never raises: where the micro-batch breaks, each of its texts gets a run of its own, so that whichever broke it
         fails alone.
         """
         try:
-            return self._run(batch, lone)
+            return self._stepper.take(batch, lone=lone)
         except Exception:
             ids = sorted({item.submission.request_id for item in batch.items if item.submission is not None})
             logger.exception(
@@ -505,81 +511,10 @@ class Engine:
                 extra={FIELDS: {"request_id": ids[0]} if len(ids) == 1 else {"request_ids": ids}},
             )
         if len(batch.items) == 1:
-            return _Ran(batch.segment, [(batch.items[0], Failure("internal"))], [])
+            return Ran(batch.segment, [(batch.items[0], Failure("internal"))], [])
         alone = [self._step(replace(batch, items=[item]), lone) for item in batch.items]
         leavers = [leaver for ran in alone for leaver in ran.leavers]
-        return _Ran(batch.segment, leavers, [item for ran in alone for item in ran.survivors])
-
-    def _run(self, batch: Batch, lone: bool) -> "_Ran":
-        segment, items = batch.segment, batch.items
-        reading = [item.every_reading or item.policy.reads(segment, self._last_exit) for item in items]
-        started = self._clock()
-        output = self._runner.run(segment, items, lone=lone, read=any(reading))
-        seconds = self._clock() - started
-        _note(items, segment, started, seconds)
-        if not any(reading):
-            return self._pass(batch, output, started, seconds)
-        logits = output.logits.astype(np.float64)
-        verdict = judge(logits, *self._temperatures[segment - 1])
-        finite, labels = verdict.finite.tolist(), verdict.labels.tolist()
-        confidences, entropies = verdict.confidence.tolist(), verdict.entropy.tolist()
-        # The last exit agrees with itself.
-        agreements = verdict.agreement.tolist() if segment < self._last_exit else [1.0] * len(items)
-        streaks = [agree(label, item.previous_label, item.streak) for label, item in zip(labels, items, strict=True)]
-        reasons = decide(verdict, streaks, [item.policy for item in items], segment, self._last_exit)
-        # Who passes does not even look at scores that are not finite, and does the same in any company.
-        staying = [row for row, reason in enumerate(reasons) if reason is None and (finite[row] or not reading[row])]
-        audited = [
-            row for row, reason in enumerate(reasons) if reason in CRITERIA and items[row].audit_tier is not None
-        ]
-        carried = sorted({*staying, *audited})
-        states = dict(zip(carried, output.carry(carried), strict=True))
-        # Nothing below raises: a text that is run again after a failure must not have half a run behind it.
-        leavers: list[tuple[Item, Outcome]] = []
-        for row, (item, reason) in enumerate(zip(items, reasons, strict=True)):
-            item.queue_seconds += started - item.waiting_since
-            item.inference_seconds += seconds
-            if not reading[row]:
-                item.segment, item.state = segment + 1, states[row]
-                continue
-            if not finite[row]:
-                leavers.append((item, Failure("nonfinite")))
-                continue
-            item.readings.append(
-                Reading(
-                    exit=segment,
-                    logits=logits[row],
-                    probabilities=verdict.probabilities[row],
-                    label=labels[row],
-                    confidence=confidences[row],
-                    entropy=entropies[row],
-                    agreement=agreements[row],
-                    seconds=seconds,
-                )
-            )
-            if row in states:
-                item.segment, item.state = segment + 1, states[row]
-            if reason is not None:
-                leavers.append((item, item.answer(reason)))
-            else:
-                item.previous_label, item.streak = labels[row], streaks[row]
-        self._observe(segment, len(items), seconds)
-        return _Ran(segment, leavers, [items[row] for row in staying])
-
-    def _pass(self, batch: Batch, output: SegmentOutput, started: float, seconds: float) -> "_Ran":
-        """Takes a micro-batch whose exit nobody reads on to the next segment."""
-        for item, state in zip(batch.items, output.carry(range(len(batch.items))), strict=True):
-            item.queue_seconds += started - item.waiting_since
-            item.inference_seconds += seconds
-            item.segment, item.state = batch.segment + 1, state
-        self._observe(batch.segment, len(batch.items), seconds)
-        return _Ran(batch.segment, [], list(batch.items))
-
-    def _observe(self, segment: int, texts: int, seconds: float) -> None:
-        try:
-            self._observer.segment_ran(segment, texts, seconds)
-        except Exception:
-            logger.exception("an observer failed")
+        return Ran(batch.segment, leavers, [item for ran in alone for item in ran.survivors])
 
     def _send(self, call: Callable[..., None], *arguments: Any) -> None:
         try:
@@ -589,20 +524,6 @@ class Engine:
             logger.debug("the event loop is closed; %s dropped", call.__name__)
 
 
-def _note(items: Sequence[Item], segment: int, started: float, seconds: float) -> None:
-    """Adds a run to the timelines of those texts that have one."""
-    run: Run | None = None
-    for item in items:
-        if item.runs is not None:
-            if run is None:
-                run = Run(segment, started, started + seconds, len(items), sum(one.tokens for one in items))
-            item.runs.append((item.waiting_since, run))
-
-
-@dataclass(frozen=True, slots=True)
-class _Ran:
-    """What has become of the texts of a micro-batch that ran ``segment``."""
-
-    segment: int
-    leavers: list[tuple[Item, Outcome]]
-    survivors: list[Item]
+def _predicted_wait(work: threading.Condition, scheduler: Scheduler[Item], now: float) -> float:
+    with work:
+        return scheduler.predicted_wait(now)

@@ -6,6 +6,7 @@ for texts that would starve or miss their deadline.
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Literal
 
 from server.engine.latency import LatencyTable
 
@@ -66,6 +67,7 @@ def fullest(queues: Sequence[Queue]) -> Queue:
     return max(queues, key=lambda queue: (queue.batch, -queue.oldest))
 
 
+OrderName = Literal["oldest", "deepest", "gittins", "fullest"]
 ORDERS: Mapping[str, Order] = {"oldest": oldest, "deepest": deepest, "gittins": gittins, "fullest": fullest}
 
 

@@ -40,8 +40,8 @@ class Waiting(Protocol):
 
 W = TypeVar("W", bound=Waiting)
 
-# Attention gathers a micro-batch to [texts, longest] (docs/decisions/0003): a text of 400 tokens among 31 of 3 would
-# take 25 times the memory and attention of its tokens. So slots are bounded too, by this many for each token allowed.
+# Attention gathers a micro-batch to [texts, longest] (docs/decisions/0003): a text of 400 tokens among 31 of 3 takes
+# 12,800 slots for its 493 tokens. So texts × longest is bounded too, to this multiple of max_batch_tokens.
 SLOTS_PER_TOKEN = 4
 # Of a longer queue only so many of the oldest are looked at for company of like length.
 WINDOW = 64

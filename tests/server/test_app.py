@@ -107,9 +107,10 @@ async def test_models_lists_what_requests_can_ask_for(tiny_bundle: Bundle, pair_
 
 
 async def test_info_tells_the_limits(tiny_bundle: Bundle) -> None:
-    async with serving(tiny_bundle, max_inputs=5, threads=1, runs=2) as served:
+    async with serving(tiny_bundle, max_inputs=5, max_tokens=40, max_wait_seconds=2.0, threads=1, runs=2) as served:
         info = (await served.client.get("/info")).json()
         assert info["limits"]["max_inputs"] == 5
+        assert (info["limits"]["max_tokens"], info["limits"]["max_wait_seconds"]) == (40, 2.0)
         assert info["runtime"]["tiny"] == {
             "precision": "fp32",
             "device": "cpu",
@@ -158,7 +159,7 @@ async def test_the_pages_are_pages(tiny_bundle: Bundle, path: str) -> None:
 async def test_models_share_the_cpus_and_each_gets_its_turn(tiny_bundle: Bundle, pair_bundle: Bundle) -> None:
     async with serving(tiny_bundle, pair_bundle, runs=1) as served:
         entered, release = threading.Event(), threading.Event()
-        runner = served.catalog.default.engine._runner.runner
+        runner = served.catalog.default.engine._stepper._runner.runner
         run = runner.run
 
         def held_up(*arguments: Any, **options: Any) -> Any:
@@ -171,7 +172,7 @@ async def test_models_share_the_cpus_and_each_gets_its_turn(tiny_bundle: Bundle,
         assert await asyncio.to_thread(entered.wait, 60)
         pair = {"text": "a man", "text_pair": "someone"}
         second = asyncio.ensure_future(served.classify(pair, model="tiny-pairs"))
-        turns = served.catalog.default.engine._runner.turns
+        turns = served.catalog.default.engine._stepper._runner.turns
         await eventually(lambda: len(turns._waiting) == 1)
         release.set()
         assert [reply.status_code for reply in await asyncio.gather(first, second)] == [200, 200]

@@ -154,7 +154,7 @@ async def test_a_full_queue_is_counted_as_a_rejection_with_429(tiny_bundle: Bund
     async with serving(tiny_bundle, max_queue=2, max_inputs=2, runs=1) as served:
         release = _block(served)
         waiting = asyncio.ensure_future(served.classify(["a", "b"]))
-        await eventually(lambda: served.catalog.default.engine._admitted == 2)
+        await eventually(lambda: served.catalog.default.engine._admission.texts == 2)
         before = samples(served.metrics.registry)
         response = await served.classify("c")
         assert response.status_code == 429
@@ -242,7 +242,7 @@ def _block(served: Served, segment: int = 1) -> _Release:
     """Makes the engine's workers stop before ``segment`` until the event is set."""
     release = _Release()
     engine = served.catalog.default.engine
-    run = engine._runner.run
+    run = engine._stepper._runner.run
 
     def waiting_run(number: int, items: Any, **options: Any) -> Any:
         if number == segment:
@@ -250,5 +250,5 @@ def _block(served: Served, segment: int = 1) -> _Release:
             release.wait(30)
         return run(number, items, **options)
 
-    engine._runner.run = waiting_run  # type: ignore[method-assign]
+    engine._stepper._runner.run = waiting_run  # type: ignore[method-assign]
     return release

@@ -234,7 +234,7 @@ async def test_a_server_that_drains_meanwhile_drops_what_was_loaded(link: Link) 
 async def test_old_work_finishes_on_the_old_version_while_the_new_one_answers(link: Link) -> None:
     async with serving(link.bundle, admin="open", runs=1) as served:
         release, entered = threading.Event(), threading.Event()
-        runner = served.catalog.default.engine._runner
+        runner = served.catalog.default.engine._stepper._runner
         run = runner.run
 
         def held_up(*arguments: Any, **options: Any) -> Any:

@@ -31,7 +31,7 @@ def dot(a: list[float], b: list[float]) -> float:
 
 
 def literal_contrast(anchors: list[Element], others: list[Element], temperature: float) -> float:
-    """Anchors against anchors ∪ others, as design.md section 8 writes it; an anchor is no candidate for itself."""
+    """Anchors against anchors ∪ others, as docs/training.md writes it; an anchor is no candidate for itself."""
     candidates = anchors + others
     losses = []
     for at, (a, class_of_a) in enumerate(anchors):

@@ -4,7 +4,7 @@ import asyncio
 import math
 from collections.abc import Iterator
 from dataclasses import replace
-from typing import Any
+from typing import Any, get_args
 
 import numpy as np
 import pytest
@@ -14,7 +14,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from models.exits import Policy, full_depth
 from server.engine.latency import LatencyTable, Measurement
-from server.engine.order import ORDERS, Chances, Order, deepest, fullest, gittins, oldest
+from server.engine.order import ORDERS, Chances, Order, OrderName, deepest, fullest, gittins, oldest
 from server.engine.request import Item, Picked, Submission
 from server.engine.scheduler import Scheduler
 
@@ -293,6 +293,10 @@ def test_texts_of_like_length_go_together_where_different_lengths_cost_time() ->
     }
     # A run costs as much as a token: to save one is worth one empty place at 0.3 tokens, but not four more.
     assert together == {0.0: [[20, 100, 22, 90, 19]], 0.3: [[20, 19], [100], [22], [90]]}
+
+
+def test_every_order_is_one_that_the_setting_takes() -> None:
+    assert set(ORDERS) == set(get_args(OrderName))
 
 
 def test_where_not_all_fit_those_of_like_length_go_with_the_oldest() -> None:
