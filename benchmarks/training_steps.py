@@ -10,7 +10,6 @@ import argparse
 import statistics
 import time
 from collections.abc import Callable
-from contextlib import nullcontext
 from typing import cast
 
 import numpy as np
@@ -22,7 +21,7 @@ from training.data import Tokenized
 from training.methods import METHODS, MethodName
 from training.parallel import Processes
 from training.pipeline import exit_specs
-from training.trainer import TrainingSettings, begin_stage, take_step
+from training.trainer import Training, TrainingSettings, begin_stage, take_step
 
 
 def main() -> None:
@@ -56,9 +55,10 @@ def main() -> None:
         )
         stage = METHODS[method].stages[0]
         optimizer, _ = begin_stage(network, stage, settings, options.steps)
+        training = Training(network, data, settings, Processes())
 
         def take(step: int) -> None:
-            take_step(network, data, rows, stage, step, settings, optimizer, nullcontext, Processes())
+            take_step(training, rows, stage, step, optimizer)
 
         return take
 

@@ -7,8 +7,7 @@ import matplotlib
 import numpy as np
 from matplotlib.figure import Figure
 
-from training.findings import BIN, Findings, Place, Point, angle_counts, by_weight, contrast_name, is_single
-from training.methods import METHODS
+from training.findings import BIN, Findings, Place, Point, angle_counts, by_weight, contrast_name, is_single, ordered
 from training.report import PLOT_STYLE, metric_label, quality_speed_axes, rendered, tidy
 
 # Okabe and Ito's palette, told apart with any colour vision; the method that the others are measured by in black.
@@ -60,15 +59,11 @@ def draw(findings: Findings) -> dict[str, tuple[str, bytes]]:
     return made
 
 
-def _ordered(methods: Sequence[str]) -> list[str]:
-    return [name for name in METHODS if name in set(methods)]
-
-
 def _curves(points: Sequence[Point]) -> Figure:
     figure = Figure(figsize=(7.6, 5.0), dpi=144, layout="constrained")
     axes = figure.add_subplot()
     full = max(p.mean_cost for p in points)
-    for method in _ordered([p.method for p in points]):
+    for method in ordered([p.method for p in points]):
         own = sorted((p for p in points if p.method == method), key=lambda p: p.mean_cost)
         speeds = np.array([full / p.mean_cost for p in own])
         scores, spread = 100 * np.array([p.score for p in own]), 100 * np.array([p.spread for p in own])
@@ -95,7 +90,7 @@ def _angles(findings: Findings) -> Figure:
     grid = figure.subplots(len(kinds), len(columns), squeeze=False, sharex=True)
     for row, single in zip(grid, kinds, strict=True):
         for axes, (task, head) in zip(row, columns, strict=True):
-            methods = _ordered([m for t, m, h in counts if (t, h) == (task, head) and is_single(m) == single])
+            methods = ordered([m for t, m, h in counts if (t, h) == (task, head) and is_single(m) == single])
             axes.axvspan(75, 105, color="#57606a", alpha=0.09, lw=0)
             axes.axvline(90, color="#57606a", lw=1, ls=(0, (4, 3)))
             for method in methods:
@@ -127,7 +122,7 @@ def _weights(findings: Findings) -> Figure:
     panels = list(dict.fromkeys((task, head, is_single(method)) for task, head, method in curves))
     figure = Figure(figsize=(3.9 * len(panels), 3.3), dpi=144, layout="constrained")
     for axes, (task, head, single) in zip(figure.subplots(1, len(panels), squeeze=False)[0], panels, strict=True):
-        for method in _ordered([m for t, h, m in curves if (t, h, is_single(m)) == (task, head, single)]):
+        for method in ordered([m for t, h, m in curves if (t, h, is_single(m)) == (task, head, single)]):
             own = curves[task, head, method]
             values = [100 * np.array(scores) for scores in own.values()]
             spread = [v.std(ddof=1) if len(v) > 1 else 0.0 for v in values]
@@ -146,7 +141,7 @@ def _weights(findings: Findings) -> Figure:
 
 
 def _embedding(places: Sequence[Place]) -> Figure:
-    methods, exits = _ordered([p.method for p in places]), sorted({p.exit for p in places})
+    methods, exits = ordered([p.method for p in places]), sorted({p.exit for p in places})
     figure = Figure(figsize=(2.1 * len(exits), 2.2 * len(methods) + 0.3), dpi=144, layout="constrained")
     grid: Any = figure.subplots(len(methods), len(exits), squeeze=False)
     for row, method in zip(grid, methods, strict=True):

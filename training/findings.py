@@ -332,7 +332,8 @@ def report(findings: Findings, figures: Mapping[str, str]) -> str:
     return "\n\n".join(parts) + "\n"
 
 
-def _ordered(methods: Iterable[str]) -> list[str]:
+def ordered(methods: Iterable[str]) -> list[str]:
+    """Each of ``methods`` once, in the order in which tables and legends name them."""
     present = set(methods)
     return [name for name in METHODS if name in present]
 
@@ -356,7 +357,7 @@ def _score_tables(findings: Findings) -> list[str]:
             width = len(deepest.scores)
             costs = [f"{s.cost:.2f}" for s in deepest.scores]
             table = [["method", "seeds", *costs, "mean of all but the last"]]
-            for method in _ordered(groups):
+            for method in ordered(groups):
                 own = list(groups[method].values())
                 by_exit = list(zip(*([s.score for s in run.scores] for run in own), strict=True))
                 cells = [""] * (width - len(by_exit)) + [_with_spread(values) for values in by_exit]

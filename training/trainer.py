@@ -8,7 +8,7 @@ import random
 import shutil
 import time
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal, get_args
@@ -334,6 +334,7 @@ def train(
                 identity, asdict(progress), network.state_dict(), optimizer.state_dict(), schedule.state_dict(), states
             ).save(checkpoint)
 
+    training = Training(network, training_data, settings, processes, accelerator.autocast)
     saved_at = time.monotonic()
     log_path = folder / "steps.csv" if processes.is_main else Path(os.devnull)
     with StepLog(log_path, ["step", "epoch", "cross_entropy", "contrastive", "angle", "distilled"]) as log:
@@ -348,17 +349,7 @@ def train(
             batches = length_grouped(training_data, settings.batch_size, seed=settings.seed, epoch=epoch)
             clock, seen = time.monotonic(), 0
             for index in range(progress.batch, len(batches)):
-                taken = take_step(
-                    network,
-                    training_data,
-                    batches[index],
-                    stage,
-                    progress.step,
-                    settings,
-                    optimizer,
-                    accelerator.autocast,
-                    processes,
-                )
+                taken = take_step(training, batches[index], stage, progress.step, optimizer)
                 schedule.step()
                 progress.step += 1
                 progress.batch = index + 1
@@ -412,23 +403,27 @@ class Taken:
     angle: float
 
 
+@dataclass(frozen=True, slots=True)
+class Training:
+    """What all steps of a run share; ``autocast`` makes the context of a forward pass."""
+
+    network: MultiExitNetwork
+    data: Tokenized
+    settings: TrainingSettings
+    processes: Processes
+    autocast: Callable[[], AbstractContextManager[None]] = nullcontext
+
+
 def take_step(
-    network: MultiExitNetwork,
-    data: Tokenized,
-    rows: Sequence[int],
-    stage: Stage,
-    step: int,
-    settings: TrainingSettings,
-    optimizer: torch.optim.Optimizer,
-    autocast: Callable[[], AbstractContextManager[None]],
-    processes: Processes,
+    training: Training, rows: Sequence[int], stage: Stage, step: int, optimizer: torch.optim.Optimizer
 ) -> Taken:
     """One step of the optimiser on the batch at ``rows``; ``step`` counts from 0.
 
     Raises :class:`TrainingError` for a loss that is not finite, before it spoils weights.
     """
-    with autocast():
-        goal = _forward(network, data, rows, stage, step, settings, processes)
+    settings, processes = training.settings, training.processes
+    with training.autocast():
+        goal = _forward(training, rows, stage, step)
     supervised, loss, contrastive, distilled = (
         math.nan if part is None else float(part.detach())
         for part in (goal.supervised, goal.cross_entropy, goal.contrastive, goal.distilled)
@@ -449,16 +444,9 @@ def take_step(
     return Taken(loss, contrastive, distilled, angle)
 
 
-def _forward(
-    network: MultiExitNetwork,
-    data: Tokenized,
-    rows: Sequence[int],
-    stage: Stage,
-    step: int,
-    settings: TrainingSettings,
-    processes: Processes,
-) -> Objective:
+def _forward(training: Training, rows: Sequence[int], stage: Stage, step: int) -> Objective:
     """The losses of the batch at ``rows``, of which this process computes its part."""
+    network, data, settings, processes = training.network, training.data, training.settings, training.processes
     device = next(network.parameters()).device
     numbers = [spec.number for spec in network.architecture.exits]
     exits = step_exits(stage, numbers, step, teaching=settings.distillation.weight > 0)
