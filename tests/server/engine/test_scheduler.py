@@ -233,6 +233,27 @@ def test_whoever_has_waited_too_long_goes_next_whatever_the_order_says() -> None
         assert batch.segment == (1 if now > 1.0 else 3)
 
 
+@pytest.mark.parametrize("order", ORDERS.values(), ids=ORDERS)
+def test_who_waits_behind_goes_alone_once_nobody_else_waits_or_after_too_long(order: Order) -> None:
+    scheduler: Scheduler[Item] = Scheduler(
+        3, max_batch_tokens=64, max_batch_texts=8, order=order, latency=_table(1.0, 1.0, 1.0), max_wait_seconds=1.0
+    )
+    behind = [_item(0, segment=3), _item(1, segment=3), _item(2, segment=2)]
+    for item in behind:
+        scheduler.add_behind(item, 0.0)
+    assert (scheduler.waiting, scheduler.depth(3), scheduler.predicted_wait(0.0)) == (0, 0, 0.0)
+    scheduler.add([_item(3)], 0.5)
+    assert _first(scheduler, 0.5).segment == 1
+    assert list(_first(scheduler, 0.5).items) == behind[:1]
+    scheduler.add([_item(4), _item(5, segment=3)], 1.5)
+    assert list(_first(scheduler, 1.5).items) == behind[1:2]
+    scheduler.add_behind(behind[1], 1.5)
+    assert list(_first(scheduler, 1.5).items) == behind[2:]
+    scheduler.add_behind(behind[2], 1.5)
+    assert sorted(batch.segment for batch in [_first(scheduler, 2.0), _first(scheduler, 2.0)]) == [1, 3]
+    assert list(_first(scheduler, 2.0).items) == behind[1:2]
+
+
 # Deadlines and admission.
 
 
