@@ -138,6 +138,9 @@ class Scheduler(Generic[W]):
             return None
         place, first = self._next(now, busy)
         items = self._take(self._queues[place], place + 1, first, now)
+        if not items:
+            # Whoever waits may become done at any moment, and all that were looked at just have.
+            return self.pick(now)
         for item in items:
             self.remove(item)
         seconds = self._estimate(place + 1, [item.tokens for item in items])

@@ -3,7 +3,7 @@
 import asyncio
 import math
 from collections.abc import Iterator
-from dataclasses import replace
+from dataclasses import fields, replace
 from typing import Any
 
 import numpy as np
@@ -145,6 +145,29 @@ def test_removed_done_and_late_items_never_run() -> None:
     assert list(batch.items) == [kept]
     assert scheduler.waiting == 0
     assert scheduler.pick(2.0) is None
+
+
+def test_texts_that_become_done_while_they_are_picked_make_no_empty_batch() -> None:
+    class Leaving(Item):
+        """Done from the second look on, as if its client went at that moment."""
+
+        looks = 0
+
+        def __getattribute__(self, name: str) -> Any:
+            if name == "done":
+                type(self).looks += 1
+                return type(self).looks > 2
+            return super().__getattribute__(name)
+
+    leaving = object.__new__(Leaving)
+    for field in fields(Item):
+        if field.name != "done":
+            setattr(leaving, field.name, getattr(_item(0), field.name))
+    scheduler = _scheduler()
+    scheduler.add([leaving], 0.0)
+    assert scheduler.pick(0.0) is None
+    scheduler.add([_item(1)], 0.0)
+    assert len(_first(scheduler, 0.0).items) == 1
 
 
 def test_removing_an_item_twice_or_while_it_runs_changes_nothing() -> None:
