@@ -25,6 +25,9 @@ def evidence(checks: int, disagreements: int, risk: float) -> float:
         disagreements * math.log(other / risk) + (checks - disagreements) * math.log((1 - other) / (1 - risk))
         for other in others
     ]
+    if not logs:
+        # A tier of 0.2 or less: there is nothing worse to try.
+        return 1.0
     # The most that a float holds is enough.
     return sum(math.exp(min(log, 600.0)) for log in logs) / len(logs)
 

@@ -34,6 +34,8 @@ class BoundedHttp(HttpToolsProtocol):
       connection what is still being sent is read and dropped until the client closes too, up to ``MAX_DROPPED_BYTES``
       and ``head_seconds``: a connection closed upon unread bytes is reset, and the client may never see the answer
       (RFC 9112, 9.6).
+    - A client that leaves is noticed by the request in work too where it has sent others behind it; uvicorn tells the
+      last one only.
     """
 
     def __init__(self, *args: Any, head_seconds: float, **kwargs: Any) -> None:
@@ -45,6 +47,8 @@ class BoundedHttp(HttpToolsProtocol):
         self._bytes = 0
         self._keep_alive = self._ending = self._lingering = False
         self._dropped = 0
+        # The request in work, or the last one that was: uvicorn's own ``cycle`` is the last that came.
+        self._in_work: Any = None
         # The answer to what came behind requests that are still in work.
         self._refusal: ApiError | None = None
 
@@ -55,6 +59,9 @@ class BoundedHttp(HttpToolsProtocol):
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._stop_timer()
+        if self._in_work is not None:
+            self._in_work.disconnected = True
+            self._in_work.message_event.set()
         super().connection_lost(exc)
 
     def data_received(self, data: bytes) -> None:
@@ -82,6 +89,8 @@ class BoundedHttp(HttpToolsProtocol):
 
     def on_headers_complete(self) -> None:
         super().on_headers_complete()
+        if not self.pipeline:
+            self._in_work = self.cycle
         self._in_head = False
         self._stop_timer()
         # Until all of it is here: an answer before that is the last one.
@@ -105,6 +114,8 @@ class BoundedHttp(HttpToolsProtocol):
     def on_response_complete(self) -> None:
         if self._refusal is not None and not self.pipeline and not self.transport.is_closing():
             self._answer(self._refusal)
+        if self.pipeline:
+            self._in_work = self.pipeline[-1][0]
         super().on_response_complete()
 
     def shutdown(self) -> None:

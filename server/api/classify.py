@@ -68,6 +68,7 @@ async def classify(
         exits=exits,
         default_quality=settings.default_quality,
         pressure=0.0 if request.quality_floor is None else model.engine.pressure(),
+        suspended=model.promises.suspended,
     )
     if model.promises.suspended(depth.tier):
         depth = Depth(full_depth(exits), 1.0)
@@ -96,9 +97,9 @@ async def classify(
     except NoTokens as error:
         raise invalid("nothing is left of the text after normalisation", paths[error.index]) from None
     model.metrics.tokenized(submitted.tokenize_seconds)
+    answers = [_answer(outcome, path, model) for outcome, path in zip(submitted.outcomes, paths, strict=True)]
     if depth.lowered:
         model.metrics.lowered(depth.tier, len(texts))
-    answers = [_answer(outcome, path, model) for outcome, path in zip(submitted.outcomes, paths, strict=True)]
     return _document(model, request, depth, answers), _timing(submitted, answers)
 
 

@@ -1,6 +1,7 @@
 """From what a request wishes (quality, speed, threshold) to the policy that its texts run under."""
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 from models.bundle import PrecisionCalibration, Tier
@@ -28,11 +29,13 @@ def choose_depth(
     exits: int,
     default_quality: float,
     pressure: float = 0.0,
+    suspended: Callable[[float | None], bool] = lambda tier: False,
 ) -> Depth:
     """The depth that ``request`` asks for, of a model with ``exits`` exits.
 
     ``pressure`` is the load, from 0 (none) to 1: it chooses among the certified tiers from the quality asked for down
-    to the request's ``quality_floor``. Without a floor it changes nothing.
+    to the request's ``quality_floor``. Without a floor it changes nothing. A tier that is ``suspended`` is served at
+    full depth, so load lowers to none.
 
     Raises :class:`ApiError` (422), naming the field, for what this model does not have.
     """
@@ -48,7 +51,7 @@ def choose_depth(
     if quality < 1.0 and tier is None and request.quality is not None:
         raise invalid(_no_tier(calibration, quality), "quality")
     limited = high is not None and high < exits
-    lowered = _lowered(request, quality, calibration, pressure)
+    lowered = _lowered(request, quality, calibration, pressure, suspended)
     if lowered is not None:
         tier = lowered
     if tier is None:
@@ -68,13 +71,18 @@ def certified_tier(calibration: PrecisionCalibration, quality: float) -> Tier | 
 
 
 def _lowered(
-    request: ClassifyRequest, quality: float, calibration: PrecisionCalibration, pressure: float
+    request: ClassifyRequest,
+    quality: float,
+    calibration: PrecisionCalibration,
+    pressure: float,
+    suspended: Callable[[float | None], bool],
 ) -> Tier | None:
     """The tier that ``pressure`` lowers ``quality`` to; ``None`` where it stays what it is."""
     floor = request.quality_floor
     if floor is None or pressure <= 0.0:
         return None
-    below = sorted({tier.quality for tier in calibration.certified if floor <= tier.quality < quality}, reverse=True)
+    between = {tier.quality for tier in calibration.certified if floor <= tier.quality < quality}
+    below = sorted((tier for tier in between if not suspended(tier)), reverse=True)
     steps = math.ceil(min(pressure, 1.0) * len(below))
     return certified_tier(calibration, below[steps - 1]) if steps else None
 

@@ -56,8 +56,6 @@ INLINE_SECONDS = 0.002
 # Checks in work at once; beyond it answers go unchecked. Checks wait for everybody else, and must not become work that
 # newcomers are refused for.
 MOST_CHECKS = 8
-# Checks queue behind everybody who is waited for: no text's arrival ever gets that far.
-FIRST_CHECK = 1 << 62
 
 
 class NotRunning(Exception):
@@ -139,7 +137,6 @@ class Engine:
         self._latency = latency
         self._clock = clock
         self._arrivals = itertools.count()
-        self._check_arrivals = itertools.count(FIRST_CHECK)
         self._shadow_rate = shadow_rate
         self._checks = 0
         # Admitted, and neither settled nor abandoned: who must be told, should the engine break.
@@ -290,7 +287,7 @@ class Engine:
             predicted = self._admission.predicted() if self._admission.crowded else 0.0
             self._set_out(items, tokenized)
             if deadline is not None:
-                timer = self._loop.call_later(max(0.0, deadline - tokenized), self._expire, items)
+                timer = self._loop.call_later(max(0.0, deadline - self._clock()), self._expire, items)
             await submission.future
             if deadline is None:
                 # A deadline has its own turn, and its own end of waiting.
@@ -338,8 +335,14 @@ class Engine:
 
     def _take_in(self, ran: Ran) -> None:
         """Tells the scheduler what has become of a micro-batch."""
-        self._scheduler.ran(ran.segment, ran.answers + len(ran.survivors), ran.answers)
-        self._scheduler.add(ran.survivors, self._clock())
+        now = self._clock()
+        # Of shadow checks nothing is learned.
+        texts = [item for item in ran.survivors if item.check is None]
+        self._scheduler.ran(ran.segment, ran.answers + len(texts), ran.answers)
+        self._scheduler.add(texts, now)
+        for item in ran.survivors:
+            if item.check is not None:
+                self._scheduler.add_behind(item, now)
 
     async def _encode(self, texts: Sequence[Text], truncate: bool) -> list[Encoded]:
         characters = sum(len(one.text) + len(one.pair or "") for one in texts)
@@ -406,7 +409,6 @@ class Engine:
         self._checks += 1
         follower = replace(
             item,
-            arrival=next(self._check_arrivals),
             policy=full_depth(self._last_exit),
             submission=None,
             deadline=None,
@@ -419,7 +421,7 @@ class Engine:
             done=False,
         )
         with self._work:
-            self._scheduler.add([follower], self._clock())
+            self._scheduler.add_behind(follower, self._clock())
             self._work.notify()
 
     def _break(self) -> None:

@@ -63,6 +63,9 @@ class Scheduler(Generic[W]):
     - Earliest deadline first when slack is short: a text that would miss its deadline if it waited for one more run
       goes next, those without any answer first. Texts that can't make it anyway are not preferred.
 
+    Whoever is added behind runs alone, once nobody else waits or after ``max_wait_seconds``, and is no work that a
+    newcomer is told of.
+
     Deadlines are looked after, waits predicted and costs known only with a ``latency`` table. ``workers`` is how many
     runs go on at once; texts that wait are shared out among those of them that are free, if :meth:`ran` is told when
     a run ends.
@@ -89,6 +92,7 @@ class Scheduler(Generic[W]):
         self._max_wait = max_wait_seconds
         self._queues: list[_Queue[W]] = [_Queue() for _ in range(segments)]
         self._waiting = 0
+        self._behind: deque[W] = deque()
         # (segment, texts, when its end is expected) of what runs; bounded, should nobody tell when runs end.
         self._running: deque[tuple[int, int, float]] = deque(maxlen=workers)
         self._looks_at_lengths = latency is not None and latency.padding > 0.0
@@ -101,6 +105,11 @@ class Scheduler(Generic[W]):
             item.queued, item.waiting_since = True, now
             self._queues[item.segment - 1].add(item)
             self._waiting += 1
+
+    def add_behind(self, item: W, now: float) -> None:
+        """Has a text wait behind all others: nobody waits for its answer."""
+        item.waiting_since = now
+        self._behind.append(item)
 
     def remove(self, item: W) -> None:
         """Forgets a waiting text (nobody waits for its answer any more). Texts that run or have left are no matter."""
@@ -120,10 +129,18 @@ class Scheduler(Generic[W]):
                 self.remove(dead)
             if queue.by_age:
                 busy.append(place)
+        if self._behind and (not busy or now - self._behind[0].waiting_since > self._max_wait):
+            last = self._behind.popleft()
+            # Of no text: what becomes of it afterwards is no work either.
+            self._running.append((last.segment, 0, now + self._estimate(last.segment, [last.tokens])))
+            return Picked(last.segment, [last])
         if not busy:
             return None
         place, first = self._next(now, busy)
         items = self._take(self._queues[place], place + 1, first, now)
+        if not items:
+            # Whoever waits may become done at any moment, and all that were looked at just have.
+            return self.pick(now)
         for item in items:
             self.remove(item)
         seconds = self._estimate(place + 1, [item.tokens for item in items])
@@ -145,7 +162,7 @@ class Scheduler(Generic[W]):
 
     @property
     def waiting(self) -> int:
-        """Texts that wait in any queue."""
+        """Texts that wait in any queue (who waits behind is in none)."""
         return self._waiting
 
     def depth(self, segment: int) -> int:

@@ -101,6 +101,25 @@ async def test_clients_that_leave_free_their_work_and_disturb_nobody(tiny_bundle
         assert "Traceback" not in server.log
 
 
+async def test_a_client_that_leaves_with_requests_behind_the_one_in_work_frees_that_one(tiny_bundle: Bundle) -> None:
+    kept = {"connection": "keep-alive"}
+    heavy = raw_request("POST", "/classify", json.dumps(HEAVY).encode(), kept)
+    small = raw_request("POST", "/classify", b'{"inputs": "a film"}', kept)
+    with process(tiny_bundle, workers=1, threads=1) as server:
+        leavers = [await asyncio.open_connection(*server.address) for _ in range(10)]
+        for _, writer in leavers:
+            writer.write(heavy + small + small)
+        await until(server, "inflight_requests", lambda count: count >= 8)
+        for _, writer in leavers:
+            writer.transport.abort()
+        await until(server, "inflight_requests", lambda count: count == 0)
+        assert await metric(server, 'requests_total{code="499",model="tiny",route="/classify"}') >= 8
+        assert await metric(server, 'cancelled_total{model="tiny"}') > 0
+        server.terminate()
+        assert server.status() == 0
+        assert "Traceback" not in server.log
+
+
 async def test_texts_are_never_logged_at_any_level(tiny_bundle: Bundle) -> None:
     with process(tiny_bundle, log_level="debug", access_log=True) as server:
         assert (await classify(server, "xyzzy film")).status == 200

@@ -39,6 +39,10 @@ def test_one_disagreement_more_is_worth_its_likelihood_ratio() -> None:
     assert evidence(3, 1, 0.5) == pytest.approx(expected)
 
 
+def test_of_a_promise_of_next_to_nothing_there_is_no_evidence() -> None:
+    assert evidence(10, 10, 0.9) == 1.0
+
+
 def test_evidence_beyond_what_a_float_holds_is_still_a_number() -> None:
     assert evidence(10**6, 10**6, 0.005) > 1e200
 

@@ -517,6 +517,9 @@ async def test_load_lowers_quality_only_with_consent(
     assert (agreed["exit"]["tier"], firm["exit"]["tier"]) == (0.95, 0.99)
     lowered = samples(served.metrics.registry)["offramp_lowered_total", (("model", "tiny"), ("tier", "0.95"))]
     assert lowered == 1
+    # Who gets no answer has none of a lower quality.
+    await served.classify(POISON, quality=0.99, quality_floor=0.95)
+    assert samples(served.metrics.registry)["offramp_lowered_total", (("model", "tiny"), ("tier", "0.95"))] == 1
 
 
 async def test_shadow_checks_are_counted_by_tier(tiny_bundle: Bundle) -> None:

@@ -144,3 +144,14 @@ def test_load_lowers_full_depth_too_where_it_may() -> None:
 
 def test_a_floor_between_the_tiers_lowers_nothing_below_it() -> None:
     assert _choose(quality=0.97, quality_floor=0.96, pressure=1.0) == _choose(quality=0.97)
+
+
+def test_load_never_lowers_to_a_tier_that_is_served_at_full_depth() -> None:
+    def lowered(broken: set[float]) -> float | None:
+        request = ClassifyRequest(inputs="a", quality=0.99, quality_floor=0.95)
+        return choose_depth(
+            request, CALIBRATION, exits=4, default_quality=0.99, pressure=1.0, suspended=broken.__contains__
+        ).tier
+
+    assert lowered({0.95}) == 0.97
+    assert lowered({0.95, 0.97}) == 0.99

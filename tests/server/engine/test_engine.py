@@ -267,6 +267,19 @@ async def test_only_answers_under_a_tier_are_checked_and_only_a_few_at_once(tiny
         assert len(rig.tally.checks) == MOST_CHECKS
 
 
+async def test_checks_are_no_wait_and_no_queue_for_those_who_come(tiny_bundle: Bundle) -> None:
+    slow = LatencyTable(np.array([1]), np.array([8]), np.full((4, 1, 1), 1.0))
+    async with running(tiny_bundle, shadow_rate=1.0, latency=slow, max_wait_seconds=10.0) as rig:
+        gate = Gate(rig, segment=2)
+        await rig.ask(*["a good film"] * MOST_CHECKS, policy=FIRST, tier=0.97)
+        await gate.entered()
+        # What is left of the run that goes on, a second at most.
+        assert rig.engine.pressure() <= 0.1
+        assert [rig.engine.queue_depth(segment) for segment in (1, 2, 3, 4)] == [0, 0, 0, 0]
+        gate.open()
+        await until(lambda: len(rig.tally.checks) == MOST_CHECKS)
+
+
 async def test_checks_wait_for_everybody_who_waits_for_an_answer(tiny_bundle: Bundle) -> None:
     async with running(tiny_bundle, shadow_rate=1.0, max_batch_texts=1) as rig:
         gate = Gate(rig, segment=1)

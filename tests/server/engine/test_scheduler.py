@@ -3,7 +3,7 @@
 import asyncio
 import math
 from collections.abc import Iterator
-from dataclasses import replace
+from dataclasses import fields, replace
 from typing import Any, get_args
 
 import numpy as np
@@ -147,6 +147,29 @@ def test_removed_done_and_late_items_never_run() -> None:
     assert scheduler.pick(2.0) is None
 
 
+def test_texts_that_become_done_while_they_are_picked_make_no_empty_batch() -> None:
+    class Leaving(Item):
+        """Done from the second look on, as if its client went at that moment."""
+
+        looks = 0
+
+        def __getattribute__(self, name: str) -> Any:
+            if name == "done":
+                type(self).looks += 1
+                return type(self).looks > 2
+            return super().__getattribute__(name)
+
+    leaving = object.__new__(Leaving)
+    for field in fields(Item):
+        if field.name != "done":
+            setattr(leaving, field.name, getattr(_item(0), field.name))
+    scheduler = _scheduler()
+    scheduler.add([leaving], 0.0)
+    assert scheduler.pick(0.0) is None
+    scheduler.add([_item(1)], 0.0)
+    assert len(_first(scheduler, 0.0).items) == 1
+
+
 def test_removing_an_item_twice_or_while_it_runs_changes_nothing() -> None:
     scheduler = _scheduler()
     item, other = _item(0), _item(1)
@@ -231,6 +254,27 @@ def test_whoever_has_waited_too_long_goes_next_whatever_the_order_says() -> None
         batch = scheduler.pick(now)
         assert batch is not None
         assert batch.segment == (1 if now > 1.0 else 3)
+
+
+@pytest.mark.parametrize("order", ORDERS.values(), ids=ORDERS)
+def test_who_waits_behind_goes_alone_once_nobody_else_waits_or_after_too_long(order: Order) -> None:
+    scheduler: Scheduler[Item] = Scheduler(
+        3, max_batch_tokens=64, max_batch_texts=8, order=order, latency=_table(1.0, 1.0, 1.0), max_wait_seconds=1.0
+    )
+    behind = [_item(0, segment=3), _item(1, segment=3), _item(2, segment=2)]
+    for item in behind:
+        scheduler.add_behind(item, 0.0)
+    assert (scheduler.waiting, scheduler.depth(3), scheduler.predicted_wait(0.0)) == (0, 0, 0.0)
+    scheduler.add([_item(3)], 0.5)
+    assert _first(scheduler, 0.5).segment == 1
+    assert list(_first(scheduler, 0.5).items) == behind[:1]
+    scheduler.add([_item(4), _item(5, segment=3)], 1.5)
+    assert list(_first(scheduler, 1.5).items) == behind[1:2]
+    scheduler.add_behind(behind[1], 1.5)
+    assert list(_first(scheduler, 1.5).items) == behind[2:]
+    scheduler.add_behind(behind[2], 1.5)
+    assert sorted(batch.segment for batch in [_first(scheduler, 2.0), _first(scheduler, 2.0)]) == [1, 3]
+    assert list(_first(scheduler, 2.0).items) == behind[1:2]
 
 
 # Deadlines and admission.
