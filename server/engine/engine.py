@@ -36,11 +36,11 @@ from server.engine.request import (
     Failure,
     Item,
     Outcome,
+    SegmentRunner,
     Submission,
     Text,
     Timeline,
 )
-from server.engine.runner import SegmentRunner
 from server.engine.scheduler import Scheduler
 from server.engine.step import Ran, Stepper
 from server.logs import FIELDS

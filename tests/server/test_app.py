@@ -215,7 +215,7 @@ def test_importing_the_server_imports_nothing_of_training() -> None:
     heavy = ("torch", "transformers", "onnx", "scipy", "matplotlib", "training", "pandas", "datasets", "accelerate")
     program = (
         "import sys, server.app, server.catalog, server.api.routes, server.engine.runner\n"
-        "server.engine.runner.load_onnxruntime()\n"
+        "server.engine.sessions.load_onnxruntime()\n"
         f"print([name for name in {heavy!r} if name in sys.modules])"
     )
     root = Path(__file__).resolve().parents[2]

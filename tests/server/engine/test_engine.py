@@ -15,8 +15,8 @@ from models.exits import Policy, full_depth
 from server.engine.admission import FEW_REQUESTS, PREDICTION_SECONDS, Overloaded
 from server.engine.engine import MOST_CHECKS, Engine, NoTokens, NotRunning, TooLong
 from server.engine.latency import LatencyTable, Measurement
-from server.engine.request import Answer, Failure, Outcome, Text
-from server.engine.runner import Runner, SegmentOutput, Work
+from server.engine.request import Answer, Failure, Outcome, Text, Work
+from server.engine.runner import Runner, SegmentOutput
 from server.logs import FIELDS
 from tests.server.conftest import some_texts
 from tests.tiny import POISON, VOCABULARY
