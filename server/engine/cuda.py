@@ -15,8 +15,8 @@ CUDNNS = ("libcudnn.so.9",)
 
 @dataclass(frozen=True, slots=True)
 class CudaVersions:
-    """Each ``None`` where it cannot be known: ``driver`` as 570.86.15, ``cuda`` (the runtime's, else the newest that the
-    driver takes) as 12.8, ``cudnn`` as 9.10.2."""
+    """Each ``None`` where it cannot be known: ``driver`` as 570.86.15, ``cuda`` (the runtime's, else the newest that
+    the driver takes) as 12.8, ``cudnn`` as 9.10.2."""
 
     driver: str | None
     cuda: str | None

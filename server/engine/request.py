@@ -11,8 +11,8 @@ from numpy.typing import NDArray
 from models.exits import Floats, Policy, Reason
 
 State = tuple[Any, ...]
-"""What one text carries into its next segment: arrays ``[S, H]`` for each name of ``models.bundle.state_names``, or what
-else the runner that made it will look up. Nobody else looks inside."""
+"""What one text carries into its next segment: arrays ``[S, H]`` for each name of ``models.bundle.state_names``, or
+what else the runner that made it will look up. Nobody else looks inside."""
 
 
 class Work(Protocol):
@@ -29,8 +29,8 @@ class Work(Protocol):
 class Output(Protocol):
     """What a segment says of B texts: ``logits [B, K]``, and the state that the next segment takes.
 
-    Where nobody was to read the exit, ``logits`` may have no rows. ``widths`` are those of the arrays of state that came
-    out on the host.
+    Where nobody was to read the exit, ``logits`` may have no rows. ``widths`` are those of the arrays of state that
+    came out on the host.
     """
 
     @property

@@ -25,8 +25,8 @@ from training.evaluate import GraphRunner
 from training.export import dequantised_weights
 from training.graphs import build_segments
 
-# Operators of these graphs, each with a CUDA kernel for the types used here (ONNX Runtime 1.31, docs/OperatorKernels.md)
-# that can be captured.
+# Operators of these graphs: each has a CUDA kernel for the types used here (ONNX Runtime, docs/OperatorKernels.md) that
+# can be captured.
 ON_CUDA = set(
     "Add BiasGelu Cast Concat Gather Gemm LayerNormalization MatMul Max MultiHeadAttention Relu ScatterND "
     "SkipLayerNormalization Squeeze Sub Tanh Unsqueeze".split()

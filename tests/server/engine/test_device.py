@@ -3,7 +3,9 @@
 There is no GPU here: the "device" is the CPU, the code is the same.
 """
 
+import asyncio
 import gc
+import threading
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -12,12 +14,15 @@ import numpy as np
 import pytest
 
 from models.bundle import Bundle
+from models.exits import Policy
 from models.store import FIRST_ROW
 from server.config import StartError
 from server.engine.device import Buckets, DeviceRunner, FreeRows, StoreFull, session_limits
-from server.engine.request import OutOfMemory
+from server.engine.engine import Engine
+from server.engine.request import Answer, OutOfMemory, Text
 from server.engine.runner import Runner
 from tests.server.conftest import some_texts
+from tests.server.engine.test_engine import Tally, answered
 from tests.server.engine.test_runner import Work, _logits
 from tests.tiny import write_tiny_bundle
 
@@ -237,6 +242,60 @@ def test_out_of_memory_is_told_apart_and_leaves_the_runner_whole(bundle: Bundle,
     np.testing.assert_array_equal(logits(runner, bundle, texts), expected)
 
 
+def answers(bundle: Bundle, runner: DeviceRunner | Runner, texts: list[str], policy: Policy) -> list[Answer]:
+    """What an engine of two workers says to texts that arrive together."""
+
+    async def ask() -> list[Answer]:
+        calibration = bundle.calibration.precisions["fp16"]
+        engine = Engine(
+            runner=runner,
+            encoder=bundle.encoder,
+            temperatures=calibration.temperatures,
+            agreement_temperatures=calibration.agreement_temperatures,
+            observer=Tally(),
+            workers=2,
+            max_queue=500,
+            max_batch_tokens=256,
+            max_batch_texts=16,
+        )
+        await engine.start()
+        submissions = await asyncio.gather(*(engine.submit([Text(text)], [policy]) for text in texts))
+        await engine.close()
+        return [answered(outcome) for submitted in submissions for outcome in submitted.outcomes]
+
+    return asyncio.run(ask())
+
+
+def test_an_engine_answers_as_it_does_with_fp32_on_the_host(bundle: Bundle) -> None:
+    texts, policy = some_texts(60, seed=11), Policy("confidence", 0.8)
+    exact = answers(bundle, Runner(bundle, precision="fp32", device="cpu", threads=1), texts, policy)
+    runner = open_device(bundle, lanes=2)
+    everything = len(runner._free)
+    found = answers(bundle, runner, texts, policy)
+    assert len({answer.left.exit for answer in exact}) > 2
+    close = [abs(max(one.left.probabilities) - 0.8) < 0.01 for one in exact]
+    for one, other, near in zip(found, exact, close, strict=True):
+        if not near:
+            assert (one.left.exit, one.left.label) == (other.left.exit, other.left.label)
+            np.testing.assert_allclose(one.left.logits, other.left.logits, rtol=0, atol=1e-2)
+    del found
+    gc.collect()
+    assert len(runner._free) == everything
+
+
+def test_an_engine_goes_on_with_less_where_the_device_has_no_room(bundle: Bundle) -> None:
+    texts, policy = some_texts(20, seed=12), Policy("confidence", 0.8)
+    expected = answers(bundle, open_device(bundle), texts, policy)
+    runner = open_device(bundle)
+    break_sessions(
+        runner,
+        "CUDA failure 2: out of memory ; GPU=0",
+        lambda binding, options: binding.get_outputs()[0].shape()[0] > 4,
+    )
+    found = answers(bundle, runner, texts, policy)
+    assert [answer.left.exit for answer in found] == [answer.left.exit for answer in expected]
+
+
 def test_newcomers_beyond_the_store_are_refused_and_those_under_way_go_on(bundle: Bundle) -> None:
     runner = open_device(bundle, store_tokens=20)
     first = Work(bundle, "good bad great")
@@ -267,8 +326,6 @@ def test_a_memory_limit_is_shared_out_by_weights_and_never_passed() -> None:
 
 
 def test_two_lanes_run_at_once(bundle: Bundle) -> None:
-    import threading
-
     runner = open_device(bundle, lanes=2)
     both = threading.Barrier(2, timeout=30)
     break_sessions(runner, "never", lambda *_: both.wait() < 0)
