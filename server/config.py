@@ -89,7 +89,15 @@ class Settings(BaseSettings):
         description="which texts a free worker takes first: the oldest, those furthest on, where most answers a second "
         "are expected, or the largest micro-batch; none lets a text starve",
     )
-    max_batch_texts: int = Field(default=32, ge=1, le=4096, description="texts of one micro-batch")
+    max_batch_texts: int | None = Field(
+        default=None, ge=1, le=4096, description="texts of one micro-batch; none means 32 on the CPU and 256 on CUDA"
+    )
+    gpu_memory_bytes: int | None = Field(
+        default=None,
+        ge=1,
+        description="bytes of GPU memory that a model's weights, states and runs may take with fp16 graphs (what CUDA "
+        "itself takes comes on top); none means no limit of its own",
+    )
 
     default_quality: float = Field(
         default=0.99,

@@ -18,6 +18,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from models.architecture import Architecture
 from models.bundle import Bundle, Precision, state_names
 from models.store import CLEAN_ROW, FIRST_ROW, starts_of, store_io
 from server.config import StartError
@@ -197,15 +198,16 @@ class DeviceRunner:
         self._io = [store_io(self._architecture, segment) for segment in segments]
         self._buckets = Buckets.up_to(max_batch_texts, self._architecture.max_length)
         self._free = FreeRows(FIRST_ROW + store_tokens)
-        names = {name for segment in segments[:-1] for name in state_names(self._architecture, segment)}
         shape = (FIRST_ROW + store_tokens, self._architecture.hidden_size)
         limits: list[int | None] = [None] * len(self._paths)
         if memory_bytes is not None:
             graph_bytes = [path.stat().st_size for path in self._paths]
-            limits = list(session_limits(memory_bytes, 4 * len(names) * int(np.prod(shape)), graph_bytes, lanes))
+            stores = store_tokens * bytes_of_a_token(self._architecture)
+            limits = list(session_limits(memory_bytes, stores, graph_bytes, lanes))
         self._limits = limits
         self._threads = threads
         self.device, self._all_lanes = open_on(device, lambda there: [self._lane(there) for _ in range(lanes)])
+        names = _names_of_state(self._architecture)
         self._stores = [{name: self._value(np.zeros(shape, np.float16)) for name in names} for _ in range(2)]
         self._lanes: queue.SimpleQueue[_Lane] = queue.SimpleQueue()
         for lane in self._all_lanes:
@@ -376,6 +378,15 @@ class _Blank:
     @property
     def type_ids(self) -> NDArray[np.int64]:
         return self.ids
+
+
+def bytes_of_a_token(architecture: Architecture) -> int:
+    """Bytes that both sets of stores have for one token."""
+    return 2 * len(_names_of_state(architecture)) * architecture.hidden_size * np.dtype(np.float16).itemsize
+
+
+def _names_of_state(architecture: Architecture) -> set[str]:
+    return {name for spec in architecture.exits[:-1] for name in state_names(architecture, spec.number)}
 
 
 def session_limits(total: int, stores: int, graph_bytes: Sequence[int], lanes: int) -> list[int]:

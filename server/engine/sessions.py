@@ -38,13 +38,18 @@ def load_onnxruntime() -> Any:
     return module
 
 
+def has_cuda() -> bool:
+    """Whether this onnxruntime was built for CUDA; whether the machine has it is seen when a session opens."""
+    return CUDA in load_onnxruntime().get_available_providers()
+
+
 def open_on(device: str, open_all: Callable[[str], _T]) -> tuple[str, _T]:
     """What ``open_all`` opens on ``device`` (``auto``, ``cpu``, ``cuda`` or ``cuda:<n>``), and the device it is on.
 
     Raises :class:`StartError` where ``cuda`` was asked for and does not work; ``auto`` takes the CPU then.
     """
     ort = load_onnxruntime()
-    there = device if device != "auto" else "cuda" if CUDA in ort.get_available_providers() else "cpu"
+    there = device if device != "auto" else "cuda" if has_cuda() else "cpu"
     if there != "cpu" and hasattr(ort, "preload_dlls"):
         # CUDA and cuDNN from NVIDIA's own packages, where they are not on the loader's path; says what it misses.
         ort.preload_dlls()

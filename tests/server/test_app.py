@@ -114,6 +114,7 @@ async def test_info_tells_the_limits(tiny_bundle: Bundle) -> None:
         assert info["runtime"]["tiny"] == {
             "precision": "fp32",
             "device": "cpu",
+            "cuda": None,
             "runs": 2,
             "threads": 1,
             "lone_threads": [1] * 4,
