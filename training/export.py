@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 from onnx import numpy_helper
 
 from models.architecture import Architecture
-from models.bundle import Precision
+from models.bundle import READ, Precision
 from training.graph_format import Weights
 from training.graphs import build_segments
 
@@ -71,7 +71,7 @@ def dequantised_weights(architecture: Architecture, segments: Sequence[Path]) ->
     stored: dict[str, NDArray[Any]] = {}
     for path in segments:
         for tensor in onnx.load(path).graph.initializer:
-            if not tensor.name.startswith("constant."):
+            if not tensor.name.startswith("constant.") and tensor.name != READ:
                 stored[tensor.name] = numpy_helper.to_array(tensor)
     weights: dict[str, NDArray[np.float32]] = {}
     for name, array in _floats(stored).items():
