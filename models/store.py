@@ -1,4 +1,4 @@
-"""The layout of fp16 graphs, which keep what texts carry on the device (docs/decisions/0013).
+"""The layout of fp16 graphs, which keep what texts carry on the device (docs/decisions/0012).
 
 A *store* is a tensor ``[P, H]`` of rows, one row for each token of each text under way; there is one for each name of
 :func:`models.bundle.state_names`. A segment gathers the rows of its texts from one set of stores and scatters what it
