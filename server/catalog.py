@@ -302,7 +302,7 @@ def _open(
     """Opens and warms ``bundle``, in place of ``old`` where there is one. Several models take ``turns`` on the CPUs."""
     manifest = bundle.manifest
     runs, threads = split_cpus(cpus, settings.runs, settings.threads)
-    opened = open_runtime(settings, bundle, runs, threads)
+    opened = open_runtime(settings, bundle, runs, threads, serving=old is not None)
     runner, precision = opened.runner, opened.precision
     on_cpu = runner.device == "cpu"
     if old is not None and old.runs_like(manifest.architecture, precision):

@@ -7,7 +7,7 @@ from models.bundle import Bundle, Precision
 from models.store import keeps_state_in_store
 from server.config import Settings, StartError
 from server.engine.cuda import CudaVersions, versions
-from server.engine.device import DeviceRunner, bytes_of_a_token
+from server.engine.device import Buckets, DeviceRunner, bytes_of_a_token
 from server.engine.request import OutOfMemory
 from server.engine.runner import Runner
 from server.engine.sessions import has_cuda
@@ -20,7 +20,7 @@ GPU_STORE_TOKENS = 2**19
 CPU_STORE_TOKENS = 2**16
 # One lane's run goes on while the host judges what the other's has said.
 GPU_LANES = 2
-# At most so long the start captures CUDA graphs; sizes that it did not come to are captured when they are met.
+# At most so long the start captures CUDA graphs; sizes that it did not come to run without.
 CAPTURE_SECONDS = 20.0
 
 
@@ -37,8 +37,9 @@ class Runtime:
     cuda: CudaVersions | None
 
 
-def open_runtime(settings: Settings, bundle: Bundle, runs: int, threads: int) -> Runtime:
-    """Opens and warms the runner for ``bundle``; ``runs`` and ``threads`` are those that suit the CPUs.
+def open_runtime(settings: Settings, bundle: Bundle, runs: int, threads: int, *, serving: bool = False) -> Runtime:
+    """Opens and warms the runner for ``bundle``; ``runs`` and ``threads`` are those that suit the CPUs. While this
+    process is ``serving`` already, no CUDA graphs are captured.
 
     Raises :class:`StartError` where the bundle lacks the precision asked for, its graphs do not fit its manifest, or
     the device does not work.
@@ -56,9 +57,9 @@ def open_runtime(settings: Settings, bundle: Bundle, runs: int, threads: int) ->
     on_cpu = runner.device == "cpu"
     tokens, texts = _largest_batch(settings, gpu=not on_cpu)
     runner.warm_up(tokens, texts)
-    if not on_cpu and isinstance(runner, DeviceRunner):
+    if not on_cpu and isinstance(runner, DeviceRunner) and not serving:
         _capture(runner, tokens)
-    elif not on_cpu:
+    elif not on_cpu and isinstance(runner, Runner):
         logger.warning(
             "%s: state of %s graphs crosses to the host between segments; fp16 graphs leave it on the GPU "
             "(offramp calibrate --add-precision fp16)",
@@ -94,7 +95,7 @@ def _open(
         device=settings.device,
         threads=threads,
         lanes=(settings.runs or GPU_LANES) if gpu else runs,
-        max_batch_texts=texts,
+        buckets=Buckets.up_to(texts, bundle.manifest.architecture.max_length),
         store_tokens=_store_tokens(settings, bundle, tokens, gpu=gpu),
         memory_bytes=settings.gpu_memory_bytes if gpu else None,
     )

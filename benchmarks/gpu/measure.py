@@ -37,7 +37,7 @@ from models.costs import exit_costs, layer_cost
 from models.exits import Policy
 from models.tokenization import Encoded
 from server.engine.cuda import versions
-from server.engine.device import DeviceRunner
+from server.engine.device import Buckets, DeviceRunner
 from server.engine.engine import Engine
 from server.engine.request import Answer, Failure, Text
 from server.engine.runner import Runner
@@ -193,14 +193,13 @@ def check(report: Report, scale: Scale, runner: DeviceRunner, exact: Runner) -> 
     longest = max(scale.lengths)
     texts = [random.integers(1, scale.vocabulary, length) for length in (longest, longest // 2, 5, longest - 3, 3)]
     wanted = logits_of(exact, LAYERS, texts)
-    # Thrice: as it is, captured, replayed.
+    # More than once: graphs must give the same whatever ran before.
     together = [logits_of(runner, LAYERS, texts) for _ in range(3)]
     alone = np.concatenate([logits_of(runner, LAYERS, [text]) for text in texts], axis=1)
     report.fact("largest difference from fp32 on the CPU", max(float(abs(one - wanted).max()) for one in together))
     report.fact("largest difference between runs", max(float(abs(one - together[0]).max()) for one in together))
     report.fact("largest difference alone and in company", float(abs(alone - together[0]).max()))
     report.fact("same labels as fp32", float((together[0].argmax(-1) == wanted.argmax(-1)).mean()))
-    report.fact("CUDA graphs", bool(runner.device != "cpu" and all(lane.graphs for lane in runner._all_lanes)))
 
 
 # --- how fast? --------------------------------------------------------------------------------------------------------
@@ -472,12 +471,15 @@ def measure(report: Report, scale: Scale, scratch: Path, left: Callable[[], floa
     alone = build_segments(whole, of_the_last_exit(weights), "fp16", scratch / "whole")
     report.fact("seconds to make the graphs", round(begun - left(), 1))
     longest, texts = max(scale.lengths), max(scale.batches)
-    settings: dict[str, Any] = {"device": scale.device, "threads": 1, "lanes": 2, "max_batch_texts": texts}
+    buckets = Buckets(Buckets.up_to(texts, longest).texts, (longest // 16, *scale.lengths))
+    settings: dict[str, Any] = {"device": scale.device, "threads": 1, "lanes": 2, "buckets": buckets}
     settings["store_tokens"] = 2 * scale.in_flight * longest + texts * longest
     offramp = DeviceRunner(as_bundle(stepped, paths["fp16"], longest, scale), **settings)
     exact = Runner(as_bundle(stepped, paths["fp32"], longest, scale), precision="fp32", device="cpu", threads=4)
-    check(report, scale, offramp, exact)
     monolith = DeviceRunner(as_bundle(whole, alone, longest, scale), **settings)
+    for runner in (offramp, monolith):
+        report.fact("sizes with CUDA graphs", runner.capture(texts * longest, seconds=30.0))
+    check(report, scale, offramp, exact)
     stages: list[Callable[[int], object]] = [
         lambda length: measure_monolith(report, scale, monolith, length),
         lambda length: asyncio.run(measure_engine(report, scale, offramp, length, left)),

@@ -39,9 +39,8 @@ logger = logging.getLogger("offramp.engine")
 
 # What ONNX Runtime, CUDA and cuBLAS say when memory has run out; they raise no type of their own.
 _OUT_OF_MEMORY = ("failed to allocate", "out of memory", "alloc_failed", "available memory of")
-# A size is run so often before its CUDA graph is there: once as it is, once to be captured.
-_RUNS_TO_CAPTURE = 2
-_NEVER_CAPTURED = "-1"
+# The annotation of a run that is not to be captured.
+_NO_GRAPH = "-1"
 
 
 class StoreFull(Exception):
@@ -155,11 +154,13 @@ class _Bound:
     inputs: dict[str, Any]
     logits: Any
     options: Any
+    graph: bool
 
 
 @dataclass(slots=True)
 class _Lane:
-    """Sessions and buffers for one run at a time. While the host judges what one lane's run said, another's runs."""
+    """Sessions and buffers for one run at a time. While the host judges what one lane's run said, another's runs.
+    ``graphs`` says whether its sessions may capture CUDA graphs."""
 
     sessions: list[Any]
     graphs: bool
@@ -180,12 +181,13 @@ class DeviceRunner:
         device: str,
         threads: int,
         lanes: int,
-        max_batch_texts: int,
+        buckets: Buckets,
         store_tokens: int,
         memory_bytes: int | None = None,
     ) -> None:
         """Opens ``lanes`` sets of sessions on ``device`` (``auto``, ``cpu``, ``cuda`` or ``cuda:<n>``) and a store for
-        ``store_tokens`` tokens of texts under way. On a GPU all of it together keeps to ``memory_bytes``.
+        ``store_tokens`` tokens of texts under way. Micro-batches are padded to ``buckets``. On a GPU all of it together
+        keeps to ``memory_bytes``.
 
         Raises :class:`StartError` where a graph does not fit the manifest, ``cuda`` does not work, or ``memory_bytes``
         are too few.
@@ -196,7 +198,7 @@ class DeviceRunner:
         segments = range(1, len(self._architecture.exits) + 1)
         self._paths = [bundle.graph(segment, precision) for segment in segments]
         self._io = [store_io(self._architecture, segment) for segment in segments]
-        self._buckets = Buckets.up_to(max_batch_texts, self._architecture.max_length)
+        self._buckets = buckets
         self._free = FreeRows(FIRST_ROW + store_tokens)
         shape = (FIRST_ROW + store_tokens, self._architecture.hidden_size)
         limits: list[int | None] = [None] * len(self._paths)
@@ -236,20 +238,23 @@ class DeviceRunner:
         return self._warm_up.measure(max_batch_tokens, max_batch_texts, seconds, rounds)
 
     def capture(self, max_batch_tokens: int, seconds: float) -> int:
-        """Runs micro-batches of every size up to ``max_batch_tokens``, the smallest first, until their CUDA graphs are
-        there or ``seconds`` are over, and returns how many sizes are. The others are captured when they are met.
+        """Captures CUDA graphs of micro-batches of every size up to ``max_batch_tokens``, the smallest first, until
+        ``seconds`` are over, and returns how many sizes have them; the others run without.
 
-        Raises :class:`OutOfMemory`. Not to be called once requests are served."""
+        Nothing else in this process may use the GPU meanwhile: ONNX Runtime captures in CUDA's global mode, in which a
+        copy by any other thread is an error and spoils the graph. Raises :class:`OutOfMemory`.
+        """
         end, sizes = time.perf_counter() + seconds, 0
         for texts, longest in self._buckets.within(min(max_batch_tokens, len(self._free))):
             if time.perf_counter() > end:
                 break
             rows = self._free.take([longest] * texts)
             items = [_Blank(np.zeros(longest, np.int64)) for _ in range(texts)]
-            for lane in self._all_lanes * _RUNS_TO_CAPTURE:
+            for lane in self._all_lanes:
                 for segment in range(1, len(self._paths) + 1):
+                    lane.bound[segment, texts, longest] = self._bind(lane, segment, texts, longest, graph=lane.graphs)
                     self._guarded(lane, segment, items, rows)
-            sizes += 1
+            sizes += all(lane.graphs for lane in self._all_lanes)
         return sizes
 
     @property
@@ -274,7 +279,7 @@ class DeviceRunner:
         texts, longest = self._buckets.fit(len(items), max(len(own.numbers) for own in rows))
         bound = lane.bound.get((segment, texts, longest))
         if bound is None:
-            bound = lane.bound[segment, texts, longest] = self._bind(lane, segment, texts, longest)
+            bound = lane.bound[segment, texts, longest] = self._bind(lane, segment, texts, longest, graph=False)
         arrays = {"rows": np.full((texts, longest), CLEAN_ROW, np.int32), "lengths": np.ones(texts, np.int32)}
         if segment == 1:
             arrays |= {name: np.zeros((texts, longest), np.int32) for name in bound.inputs if name.endswith("_ids")}
@@ -292,7 +297,7 @@ class DeviceRunner:
         try:
             lane.sessions[segment - 1].run_with_iobinding(bound.binding, bound.options)
         except Exception as error:
-            if not lane.graphs or _is_out_of_memory(error):
+            if not bound.graph or _is_out_of_memory(error):
                 raise
             logger.warning("CUDA graphs do not work here, going on without: %s", one_line(error))
             self._give_up_graphs(lane)
@@ -302,8 +307,9 @@ class DeviceRunner:
         lane.fetched += logits.nbytes
         return logits[: len(items)]
 
-    def _bind(self, lane: _Lane, segment: int, texts: int, longest: int) -> _Bound:
-        """Buffers for ``segment`` at this size: its own for what the host sends and for logits, shared stores."""
+    def _bind(self, lane: _Lane, segment: int, texts: int, longest: int, *, graph: bool) -> _Bound:
+        """Buffers for ``segment`` at this size: its own for what the host sends and for logits, shared stores. With
+        ``graph`` its first run captures one."""
         names, outputs = self._io[segment - 1]
         binding = lane.sessions[segment - 1].io_binding()
         read, written = self._stores[(segment - 1) % 2], self._stores[segment % 2]
@@ -328,9 +334,8 @@ class DeviceRunner:
         for name in outputs:
             binding.bind_ortvalue_output(name, logits if name == "logits" else written[name.removeprefix("next_")])
         options = self._ort.RunOptions()
-        graph = str(len(lane.bound) + 1) if lane.graphs else _NEVER_CAPTURED
-        options.add_run_config_entry("gpu_graph_id", graph)
-        return _Bound(binding, inputs, logits, options)
+        options.add_run_config_entry("gpu_graph_id", str(len(lane.bound) + 1) if graph else _NO_GRAPH)
+        return _Bound(binding, inputs, logits, options, graph)
 
     def _value(self, array: NDArray[Any]) -> Any:
         """``array`` in memory of the device's own."""
@@ -358,6 +363,8 @@ class DeviceRunner:
                 "enable_cuda_graph": "1" if graphs else "0",
                 # Sums of LayerNormalization in fp32; the quicker kernel keeps them in fp16.
                 "enable_skip_layer_norm_strict_mode": "1",
+                # What is fp32 is so for its precision.
+                "use_tf32": "0",
                 "arena_extend_strategy": "kSameAsRequested",
             }
             if limit is not None:
