@@ -6,6 +6,7 @@ the inputs and logits of every size of micro-batch, keep their addresses, as CUD
 micro-batches are padded up to :class:`Buckets`. The same code runs on the CPU, where "device" memory is the host's.
 """
 
+import itertools
 import logging
 import queue
 import threading
@@ -165,6 +166,8 @@ class _Lane:
     sessions: list[Any]
     graphs: bool
     bound: dict[tuple[int, int, int], _Bound] = field(default_factory=dict)
+    # Never twice: a session would replay the other size's graph.
+    graph_ids: Iterator[int] = field(default_factory=lambda: itertools.count(1))
     sent: int = 0
     fetched: int = 0
 
@@ -252,8 +255,14 @@ class DeviceRunner:
             items = [_Blank(np.zeros(longest, np.int64)) for _ in range(texts)]
             for lane in self._all_lanes:
                 for segment in range(1, len(self._paths) + 1):
-                    lane.bound[segment, texts, longest] = self._bind(lane, segment, texts, longest, graph=lane.graphs)
-                    self._guarded(lane, segment, items, rows)
+                    size = segment, texts, longest
+                    lane.bound[size] = self._bind(lane, segment, texts, longest, graph=lane.graphs)
+                    try:
+                        self._guarded(lane, segment, items, rows)
+                    except OutOfMemory:
+                        # Or it would be captured when it is met.
+                        del lane.bound[size]
+                        raise
             sizes += all(lane.graphs for lane in self._all_lanes)
         return sizes
 
@@ -334,7 +343,7 @@ class DeviceRunner:
         for name in outputs:
             binding.bind_ortvalue_output(name, logits if name == "logits" else written[name.removeprefix("next_")])
         options = self._ort.RunOptions()
-        options.add_run_config_entry("gpu_graph_id", str(len(lane.bound) + 1) if graph else _NO_GRAPH)
+        options.add_run_config_entry("gpu_graph_id", str(next(lane.graph_ids)) if graph else _NO_GRAPH)
         return _Bound(binding, inputs, logits, options, graph)
 
     def _value(self, array: NDArray[Any]) -> Any:

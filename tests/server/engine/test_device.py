@@ -172,11 +172,14 @@ def graph_ids(runner: DeviceRunner) -> list[str]:
 
 def test_each_size_has_its_own_graph_and_its_addresses_stay(bundle: Bundle) -> None:
     runner = open_device(bundle)
+    # As at a start: some sizes have run already, without graphs.
+    runner.warm_up(64, 4)
     sizes = len(list(runner._buckets.within(64)))
     assert runner.capture(64, seconds=60.0) == sizes
     (lane,) = runner._all_lanes
     before = {size: bound.logits.data_ptr() for size, bound in lane.bound.items()}
     assert len(set(graph_ids(runner))) == len(graph_ids(runner)) == 4 * sizes
+    assert "-1" not in graph_ids(runner)
     stores = [store.data_ptr() for stores in runner._stores for store in stores.values()]
     logits(runner, bundle, ["good"])
     assert {size: bound.logits.data_ptr() for size, bound in lane.bound.items()} == before
@@ -299,6 +302,18 @@ def test_an_engine_goes_on_with_less_where_the_device_has_no_room(bundle: Bundle
     )
     found = answers(bundle, runner, texts, policy)
     assert [answer.left.exit for answer in found] == [answer.left.exit for answer in expected]
+
+
+def test_a_size_that_found_no_memory_to_be_captured_is_not_tried_again_later(bundle: Bundle) -> None:
+    runner = open_device(bundle)
+    break_sessions(
+        runner,
+        "CUDA failure 2: out of memory ; GPU=0",
+        lambda binding, options: options.get_run_config_entry("gpu_graph_id") == "9",
+    )
+    with pytest.raises(OutOfMemory):
+        runner.capture(64, seconds=60.0)
+    assert graph_ids(runner) == [str(number) for number in range(1, 9)]
 
 
 def test_newcomers_beyond_the_store_are_refused_and_those_under_way_go_on(bundle: Bundle) -> None:
