@@ -218,7 +218,7 @@ class DeviceRunner:
         for lane in self._all_lanes:
             self._lanes.put(lane)
         self.threads, self.lone_threads = threads, (threads,) * len(self._paths)
-        self._warm_up = WarmUp(self, bundle, precision)
+        self._warm_up = WarmUp(bundle, precision)
 
     def run(self, segment: int, items: Sequence[Work], *, lone: bool = False, read: bool = True) -> StoreOutput:
         """Runs ``segment`` (1 = first) on ``items``, all of whose exits are read. Raises :class:`OutOfMemory`, or
@@ -232,13 +232,13 @@ class DeviceRunner:
 
     def warm_up(self, max_batch_tokens: int, max_batch_texts: int) -> None:
         """:meth:`WarmUp.check`."""
-        self._warm_up.check(max_batch_tokens, max_batch_texts)
+        self._warm_up.check(self, max_batch_tokens, max_batch_texts)
 
     def measure(
         self, max_batch_tokens: int, max_batch_texts: int, seconds: float, *, rounds: int = MEASURING_ROUNDS
     ) -> LatencyTable:
         """:meth:`WarmUp.measure`."""
-        return self._warm_up.measure(max_batch_tokens, max_batch_texts, seconds, rounds)
+        return self._warm_up.measure(self, max_batch_tokens, max_batch_texts, seconds, rounds)
 
     def capture(self, max_batch_tokens: int, seconds: float) -> int:
         """Captures CUDA graphs of micro-batches of every size up to ``max_batch_tokens``, the smallest first, until

@@ -80,7 +80,7 @@ class Runner:
             for segment, session in enumerate(self._sessions, start=1)
             if any(node.name == READ for node in session.get_overridable_initializers())
         }
-        self._warm_up = WarmUp(self, bundle, precision)
+        self._warm_up = WarmUp(bundle, precision)
 
     def widen(self, threads: int | Sequence[int]) -> None:
         """From here on lone runs use ``threads`` CPU threads, of all segments or of each; costs the memory of other
@@ -124,13 +124,13 @@ class Runner:
 
     def warm_up(self, max_batch_tokens: int, max_batch_texts: int) -> None:
         """:meth:`WarmUp.check`."""
-        self._warm_up.check(max_batch_tokens, max_batch_texts)
+        self._warm_up.check(self, max_batch_tokens, max_batch_texts)
 
     def measure(
         self, max_batch_tokens: int, max_batch_texts: int, seconds: float, *, rounds: int = MEASURING_ROUNDS
     ) -> LatencyTable:
         """:meth:`WarmUp.measure`."""
-        return self._warm_up.measure(max_batch_tokens, max_batch_texts, seconds, rounds)
+        return self._warm_up.measure(self, max_batch_tokens, max_batch_texts, seconds, rounds)
 
     def fit_lone_threads(self, most: int) -> dict[int, list[float]]:
         """Measures a text of middle length on 1, 2, 4 ... threads, up to ``most``, and keeps for lone runs of each
@@ -142,8 +142,8 @@ class Runner:
         lengths = [min(32, self._architecture.max_length)]
 
         def best() -> list[float]:
-            self._warm_up.time(lengths, lone=True)
-            rounds = [[one.seconds for one in self._warm_up.time(lengths, lone=True)] for _ in range(3)]
+            self._warm_up.time(self, lengths, lone=True)
+            rounds = [[one.seconds for one in self._warm_up.time(self, lengths, lone=True)] for _ in range(3)]
             return [min(taken) for taken in zip(*rounds, strict=True)]
 
         self.widen(self.threads)

@@ -27,10 +27,10 @@ class Blank:
 
 
 class WarmUp:
-    """Trial runs of one runner with texts of its bundle's largest ids."""
+    """Trial runs of a bundle's runner with texts of its largest ids. It does not hold the runner, which holds it: in a
+    cycle a model's memory would not be free at once when another version takes its place."""
 
-    def __init__(self, runner: SegmentRunner, bundle: Bundle, precision: Precision) -> None:
-        self._runner = runner
+    def __init__(self, bundle: Bundle, precision: Precision) -> None:
         architecture = bundle.manifest.architecture
         self._paths = [bundle.graph(spec.number, precision) for spec in architecture.exits]
         self._labels = len(bundle.manifest.labels)
@@ -39,7 +39,7 @@ class WarmUp:
         self._largest_id = bundle.encoder.largest_id
         self._largest_type = bundle.encoder.largest_type_id(pair=bundle.manifest.takes_pairs)
 
-    def check(self, max_batch_tokens: int, max_batch_texts: int) -> None:
+    def check(self, runner: SegmentRunner, max_batch_tokens: int, max_batch_texts: int) -> None:
         """Runs every segment on a few sizes, the largest first, so that no request pays for first-time allocations.
 
         No batch is larger than requests will make one. The texts are as long as any can be and hold the largest ids
@@ -50,13 +50,18 @@ class WarmUp:
         longest = min(self._limit, max_batch_tokens)
         if self._limit > longest:
             # Only segment 1 looks positions up; to take such a text through all of them would hold up the start.
-            self._try(1, [self._blank(self._limit)])
+            self._try(runner, 1, [self._blank(self._limit)])
         most = min(max_batch_texts, max(1, max_batch_tokens // longest))
         for texts, length in ((most, longest), (1, min(3, longest))):
-            self.time([length] * texts)
+            self.time(runner, [length] * texts)
 
     def measure(
-        self, max_batch_tokens: int, max_batch_texts: int, seconds: float, rounds: int = MEASURING_ROUNDS
+        self,
+        runner: SegmentRunner,
+        max_batch_tokens: int,
+        max_batch_texts: int,
+        seconds: float,
+        rounds: int = MEASURING_ROUNDS,
     ) -> LatencyTable:
         """How long runs of several sizes take, measured for about ``seconds`` and at most ``rounds`` times each, the
         smallest first: larger ones can be told from them where the time is up. One is a pack of unequal lengths, which
@@ -71,7 +76,7 @@ class WarmUp:
         for lengths in sizes * rounds:
             if measured and time.perf_counter() + per_token * sum(lengths) > end:
                 break
-            taken = self.time(lengths)
+            taken = self.time(runner, lengths)
             per_token = sum(one.seconds for one in taken) / sum(lengths)
             if lengths is unequal:
                 of_unequal.append([one.seconds for one in taken])
@@ -81,13 +86,13 @@ class WarmUp:
         # Least, not median: one burst of noise would forbid company that pays.
         return table.with_padding(unequal, np.min(of_unequal, axis=0).tolist()) if of_unequal else table
 
-    def time(self, lengths: Sequence[int], *, lone: bool = False) -> list[Measurement]:
+    def time(self, runner: SegmentRunner, lengths: Sequence[int], *, lone: bool = False) -> list[Measurement]:
         """Takes texts of these ``lengths`` through all segments, checks what comes out, and says how long each took."""
         items = [self._blank(length) for length in lengths]
         measured = []
         for segment in range(1, len(self._paths) + 1):
             started = time.perf_counter()
-            output = self._try(segment, items, lone=lone)
+            output = self._try(runner, segment, items, lone=lone)
             measured.append(Measurement(segment, len(lengths), sum(lengths), time.perf_counter() - started))
             states = output.carry(range(len(items)))
             items = [self._blank(length, state) for length, state in zip(lengths, states, strict=True)]
@@ -99,10 +104,10 @@ class WarmUp:
         ids[0], type_ids[0] = self._largest_id, self._largest_type
         return Blank(ids, type_ids, state)
 
-    def _try(self, segment: int, items: Sequence[Blank], *, lone: bool = False) -> Output:
+    def _try(self, runner: SegmentRunner, segment: int, items: Sequence[Blank], *, lone: bool = False) -> Output:
         path = self._paths[segment - 1]
         try:
-            output = self._runner.run(segment, items, lone=lone)
+            output = runner.run(segment, items, lone=lone)
         except Exception as error:  # noqa: BLE001 - onnxruntime raises many types of its own
             raise StartError(f"{path}: does not run ({one_line(error)})") from None
         self._check_output(output, len(items), path)

@@ -188,7 +188,7 @@ def test_more_threads_for_a_lone_run_must_earn_their_keep(
 ) -> None:
     runner = open_runner(tiny_bundle)
 
-    def timed(lengths: Sequence[int], *, lone: bool = False) -> list[Measurement]:
+    def timed(_: Runner, lengths: Sequence[int], *, lone: bool = False) -> list[Measurement]:
         assert lone
         taken = milliseconds[runner.lone_threads[0]]
         return [Measurement(at, len(lengths), sum(lengths), one) for at, one in enumerate(taken, start=1)]
