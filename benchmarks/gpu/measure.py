@@ -444,11 +444,15 @@ def main() -> None:
     parser.add_argument("--output", type=Path, help="write everything as JSON there")
     options = parser.parse_args()
     scale, end = REHEARSAL if options.rehearse else GPU, time.perf_counter() + options.seconds
-    report = Report()
+    report, threads = Report(), torch.get_num_threads()
     try:
+        if options.rehearse:
+            # Tensors this small gain nothing from a second thread, which on a busy machine costs seconds.
+            torch.set_num_threads(1)
         with tempfile.TemporaryDirectory(prefix="offramp-gpu-") as scratch:
             measure(report, scale, Path(scratch), lambda: end - time.perf_counter())
     finally:
+        torch.set_num_threads(threads)
         if options.output is not None:
             options.output.write_text(json.dumps(asdict(report), indent=1) + "\n", encoding="utf-8")
 
@@ -456,9 +460,6 @@ def main() -> None:
 def measure(report: Report, scale: Scale, scratch: Path, left: Callable[[], float]) -> None:
     """All stages, the most telling first."""
     begun = left()
-    torch.set_grad_enabled(False)
-    if scale.device == "cpu":
-        torch.set_num_threads(1)
     name = torch.cuda.get_device_name() if scale.device == "cuda" else "CPU (rehearsal)"
     report.fact("device", f"{name}, {versions()}, torch {torch.__version__}")
     ceiling = ceilings(scale)
