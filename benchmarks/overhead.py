@@ -23,8 +23,8 @@ from models.bundle import SHIPPED_BUNDLE, Bundle
 from models.exits import Policy
 from server.app import create_app
 from server.config import load_settings
-from server.engine.request import Text
-from server.engine.runner import SegmentOutput, Work
+from server.engine.request import Text, Work
+from server.engine.runner import SegmentOutput
 
 TEXT = "a gripping film that never lets go , though the second half takes its time"
 POLICY = Policy("confidence", 0.9)

@@ -21,7 +21,8 @@ import onnxruntime
 
 from models.architecture import Architecture, ExitSpec
 from models.bundle import READ, segment_io, state_names
-from training.graphs import Weights, build_segments, weight_shapes
+from training.graph_format import Weights
+from training.graphs import build_segments, weight_shapes
 
 WARM_UP = 5
 

@@ -218,6 +218,7 @@ def work(
 ) -> None:
     """One of several server processes: its whole life, from its own start on."""
     configure_logging(settings.log_level, settings.log_format, worker=shared.number)
+    settings = settings.model_copy(update={"device": settings.device_of(shared.number)})
     line = Line(connection)
     try:
         tracing = load_tracing(settings)

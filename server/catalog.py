@@ -15,12 +15,15 @@ from models.costs import exit_costs, layer_cost, reading_costs
 from server.api.depth import calibrated_shares
 from server.config import Settings, StartError
 from server.cpus import Turns, cpu_allowance, split_cpus
+from server.engine.cuda import CudaVersions
 from server.engine.engine import Engine
 from server.engine.latency import LatencyTable
 from server.engine.order import ORDERS
-from server.engine.runner import Runner, SegmentOutput, SegmentRunner, Work
+from server.engine.request import Output, SegmentRunner, Work
+from server.engine.runner import Runner
 from server.metrics import Metrics, ModelMetrics
 from server.promises import Promises
+from server.runtime import Runtime, open_runtime
 
 logger = logging.getLogger("offramp")
 
@@ -79,6 +82,7 @@ class ServedModel:
     bundle: Bundle
     precision: Precision
     device: str
+    cuda: CudaVersions | None
     runs: int
     threads: int
     lone_threads: tuple[int, ...]
@@ -297,23 +301,19 @@ def _open(
 ) -> ServedModel:
     """Opens and warms ``bundle``, in place of ``old`` where there is one. Several models take ``turns`` on the CPUs."""
     manifest = bundle.manifest
-    precision = settings.precision or manifest.default_precision
-    if precision not in manifest.precisions:
-        raise StartError(f"{bundle.path}: no graphs in precision {precision}; it has {', '.join(manifest.precisions)}")
     runs, threads = split_cpus(cpus, settings.runs, settings.threads)
-    runner = Runner(bundle, precision=precision, device=settings.device, threads=threads)
+    opened = open_runtime(settings, bundle, runs, threads, serving=old is not None)
+    runner, precision = opened.runner, opened.precision
     on_cpu = runner.device == "cpu"
-    if not on_cpu and settings.runs is None:
-        runs = 1  # one stream per session: a second run would only wait for the first
-    budget = settings.max_batch_tokens or (512 if on_cpu else 8192)
-    runner.warm_up(budget, settings.max_batch_texts)
     if old is not None and old.runs_like(manifest.architecture, precision):
         # Measured while nothing else ran, as it does now; the weights do not matter.
         latency = old.latency
-        runner.widen(old.lone_threads)
+        if isinstance(runner, Runner):
+            runner.widen(old.lone_threads)
     else:
-        latency = _measure(runner, budget, settings, manifest.name)
-        _choose_lone_threads(runner, settings, cpus)
+        latency = _measure(opened, settings, manifest.name)
+        if isinstance(runner, Runner):
+            _choose_lone_threads(runner, settings, cpus)
     calibration = bundle.calibration.precisions[precision]
     tiers = _tiers(calibration)
     observer = metrics.for_model(manifest.name, manifest.architecture, tiers, fall_back=settings.shadow_fall_back)
@@ -324,11 +324,11 @@ def _open(
         temperatures=calibration.temperatures,
         agreement_temperatures=calibration.agreement_temperatures,
         observer=observer,
-        workers=runs,
+        workers=opened.runs,
         max_queue=settings.max_queue,
         max_wait_seconds=settings.max_wait_seconds,
-        max_batch_tokens=budget,
-        max_batch_texts=settings.max_batch_texts,
+        max_batch_tokens=opened.max_batch_tokens,
+        max_batch_texts=opened.max_batch_texts,
         latency=latency,
         order=ORDERS[settings.order],
         shadow_rate=settings.shadow_rate,
@@ -348,7 +348,7 @@ def _open(
         precision,
         runner.device,
         len(manifest.architecture.exits),
-        runs,
+        opened.runs,
         threads,
         " ".join(map(str, runner.lone_threads)),
     )
@@ -357,7 +357,8 @@ def _open(
         bundle=bundle,
         precision=precision,
         device=runner.device,
-        runs=runs,
+        cuda=opened.cuda,
+        runs=opened.runs,
         threads=threads,
         lone_threads=runner.lone_threads,
         latency=latency,
@@ -389,7 +390,7 @@ class _InTurn:
     runner: SegmentRunner
     turns: Turns
 
-    def run(self, segment: int, items: Sequence[Work], *, lone: bool = False, read: bool = True) -> SegmentOutput:
+    def run(self, segment: int, items: Sequence[Work], *, lone: bool = False, read: bool = True) -> Output:
         if _on_event_loop():
             # Where an engine runs what is shorter than a wake-up: it would hold up everybody by waiting.
             return self.runner.run(segment, items, read=read)
@@ -405,10 +406,10 @@ def _on_event_loop() -> bool:
     return True
 
 
-def _measure(runner: Runner, budget: int, settings: Settings, name: str) -> LatencyTable | None:
+def _measure(opened: Runtime, settings: Settings, name: str) -> LatencyTable | None:
     if settings.measure_seconds <= 0:
         return None
-    latency = runner.measure(budget, settings.max_batch_texts, settings.measure_seconds)
+    latency = opened.runner.measure(opened.max_batch_tokens, opened.max_batch_texts, settings.measure_seconds)
     table = "\n".join("  ".join(cell.rjust(9) for cell in row) for row in latency.rows())
     logger.info("%s: milliseconds of a run\n%s", name, table)
     return latency

@@ -38,8 +38,9 @@ class Settings(BaseSettings):
 
     device: str = Field(
         default="auto",
-        pattern=r"^(auto|cpu|cuda(:[0-9]{1,3})?)$",
-        description="auto takes CUDA where it works, else the CPU; cuda or cuda:<n> fails at start where it does not",
+        pattern=r"^(auto|cpu|cuda|cuda:[0-9]{1,3}(,cuda:[0-9]{1,3})*)$",
+        description="auto takes CUDA where it works, else the CPU; cuda or cuda:<n> fails at start where it does not; "
+        "cuda:0,cuda:1 deals several GPUs out to as many workers",
     )
     precision: Precision | None = Field(default=None, description="graphs to run; none means each bundle's default")
     workers: int = Field(
@@ -89,7 +90,15 @@ class Settings(BaseSettings):
         description="which texts a free worker takes first: the oldest, those furthest on, where most answers a second "
         "are expected, or the largest micro-batch; none lets a text starve",
     )
-    max_batch_texts: int = Field(default=32, ge=1, le=4096, description="texts of one micro-batch")
+    max_batch_texts: int | None = Field(
+        default=None, ge=1, le=4096, description="texts of one micro-batch; none means 32 on the CPU and 256 on CUDA"
+    )
+    gpu_memory_bytes: int | None = Field(
+        default=None,
+        ge=1,
+        description="bytes of GPU memory that a model's weights, states and runs may take with fp16 graphs (what CUDA "
+        "itself takes comes on top); none means no limit of its own",
+    )
 
     default_quality: float = Field(
         default=0.99,
@@ -234,6 +243,18 @@ class Settings(BaseSettings):
                 f"max_inputs {self.max_inputs} exceeds max_queue {self.max_queue}: a full request would never fit"
             )
         return self
+
+    @model_validator(mode="after")
+    def _worker_for_each_device(self) -> Self:
+        devices = self.device.split(",")
+        if len(devices) > self.workers:
+            raise ValueError(f"device names {len(devices)} GPUs for {self.workers} workers; each needs one of its own")
+        return self
+
+    def device_of(self, worker: int) -> str:
+        """The device that the process numbered ``worker`` takes."""
+        devices = self.device.split(",")
+        return devices[worker % len(devices)]
 
     @property
     def bundle_paths(self) -> tuple[Path, ...]:

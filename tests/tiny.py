@@ -170,7 +170,6 @@ def write_tiny_bundle(
     graphs = {
         precision: build_segments(architecture, weights, precision, folder / f"{name}-graphs-{precision}")
         for precision in precisions
-        if precision != "fp16"
     }
     if "fp32" in graphs:
         _poison(graphs["fp32"][0], poison)

@@ -12,7 +12,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal, get_args
 
 import typer
 
@@ -23,6 +23,7 @@ commands = typer.Typer()
 
 MethodName = Literal["ce", "ce+scl", "acl", "jt", "2st", "alt", "jt+scl", "acl-embed", "acl-cl"]
 HeadName = Literal["cls", "mean", "attention", "peek"]
+PrecisionName = Literal["fp32", "fp16", "int8"]
 TextColumn = Annotated[str, typer.Option(help="column of the text")]
 PairColumn = Annotated[str | None, typer.Option(help="column of the second text, for pairs")]
 LabelColumn = Annotated[str, typer.Option(help="column of the label, of any type")]
@@ -119,7 +120,7 @@ def train(
     seed: Annotated[int, typer.Option(help="of the splits, the heads, the order and dropout")] = 0,
     mixed_precision: Annotated[Literal["no", "bf16"], typer.Option(help="arithmetic of training")] = "no",
     threads: Annotated[int | None, typer.Option(help="CPU threads [default: torch's choice]", min=1)] = None,
-    precisions: Annotated[str, typer.Option(help="graphs to export, as fp32,int8")] = "fp32,int8",
+    precisions: Annotated[str, typer.Option(help="graphs to export, as fp32,int8; fp16 is for GPUs")] = "fp32,int8",
     name: Annotated[str | None, typer.Option(help="of the bundle [default: the output folder's]")] = None,
     version: Annotated[str, typer.Option(help="of the bundle")] = "1",
     licence: Annotated[str, typer.Option(help="of the bundle, for its model card")] = "not stated",
@@ -193,7 +194,7 @@ def retrofit(
     ] = "uniform",
     seed: Annotated[int, typer.Option(help="of the splits, the heads and the order")] = 0,
     threads: Annotated[int | None, typer.Option(help="CPU threads [default: torch's choice]", min=1)] = None,
-    precisions: Annotated[str, typer.Option(help="graphs to export, as fp32,int8")] = "fp32,int8",
+    precisions: Annotated[str, typer.Option(help="graphs to export, as fp32,int8; fp16 is for GPUs")] = "fp32,int8",
     name: Annotated[str | None, typer.Option(help="of the bundle [default: the output folder's]")] = None,
     version: Annotated[str, typer.Option(help="of the bundle")] = "1",
     licence: Annotated[str, typer.Option(help="of the bundle, for its model card")] = "not stated",
@@ -233,19 +234,23 @@ def export(
         ),
     ] = None,
     quality: Annotated[float, typer.Option(help="with --exits auto: the agreement to be cheapest at")] = 0.99,
+    precisions: Annotated[
+        str | None, typer.Option(help="graphs to export, as int8,fp16 [default: those of the run]")
+    ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="print a summary as JSON at the end")] = False,
 ) -> None:
     """Make a bundle again from a finished run, with all or some of its exits, calibrated anew."""
     from training import pipeline
 
     keep = None if exits in (None, "auto") else _numbers("exits", exits)
+    wanted = None if precisions is None else _precisions(precisions)
     if exits == "auto":
         with _progress() as observer:
             proposal = pipeline.propose_exits(run, quality, observer=observer)
         typer.echo(_proposal_in_words(proposal, quality), err=as_json)
         keep = list(proposal.best)
     with _progress() as observer:
-        bundle = pipeline.export_run(run, keep, output, observer=observer)
+        bundle = pipeline.export_run(run, keep, output, precisions=wanted, observer=observer)
     _tell(bundle.path, as_json=as_json)
 
 
@@ -283,6 +288,10 @@ def calibrate(
         float, typer.Option(help="share that fits temperatures and picks the criterion; the rest certifies")
     ] = 0.25,
     output: Annotated[Path | None, typer.Option(help="write a new bundle there instead")] = None,
+    add_precision: Annotated[
+        PrecisionName | None,
+        typer.Option(help="graphs to add, made of the bundle's own weights: fp16 for a GPU"),
+    ] = None,
     seed: Annotated[int, typer.Option(help="of the split", min=0)] = 0,
     as_json: Annotated[bool, typer.Option("--json", help="print a summary as JSON at the end")] = False,
 ) -> None:
@@ -292,7 +301,13 @@ def calibrate(
     table = _labelled(file, text_column, label_column, pair_column, label_map)
     with _progress() as observer:
         made = recalibrate(
-            bundle, table, output or bundle, validation_share=validation_share, seed=seed, observer=observer
+            bundle,
+            table,
+            output or bundle,
+            validation_share=validation_share,
+            seed=seed,
+            add_precision=add_precision,
+            observer=observer,
         )
     _tell(made.path, as_json=as_json)
 
@@ -388,6 +403,14 @@ def _decimals(option: str, text: str) -> list[float]:
         raise UsageError(f"--{option} must be numbers with commas between, not {text!r}") from None
 
 
+def _precisions(text: str) -> tuple[PrecisionName, ...]:
+    named = [part.strip() for part in text.split(",")]
+    found = tuple(precision for name in named for precision in get_args(PrecisionName) if precision == name)
+    if len(found) < len(named) or len(set(found)) < len(found):
+        raise UsageError(f"--precisions must be of {', '.join(get_args(PrecisionName))}, each once, not {text!r}")
+    return found
+
+
 def _settings(values: Mapping[str, Any], output: Path) -> "RunSettings":
     """Options of ``train`` as run settings; a bad one is wrong usage that names it."""
     from training.methods import Contrast, Distillation
@@ -397,10 +420,7 @@ def _settings(values: Mapping[str, Any], output: Path) -> "RunSettings":
     def text(name: str) -> str | None:
         return None if values[name] is None else str(values[name])
 
-    known = ("fp32", "int8")
-    precisions = tuple(p.strip() for p in values["precisions"].split(","))
-    if not precisions or len(set(precisions)) != len(precisions) or not set(precisions) <= set(known):
-        raise UsageError(f"--precisions must be of {', '.join(known)}, each once, not {values['precisions']!r}")
+    precisions = _precisions(values["precisions"])
     layers = values["exits"]
     for size in ("calibration_size", "validation_size", "examples"):
         if values[size] is not None and values[size] < 1:

@@ -16,6 +16,7 @@ from models.architecture import Architecture
 from models.bundle import Bundle, CurvePoint, ExitScore, Precision, PrecisionCalibration, segment_io
 from models.costs import exit_costs, full_depth_cost
 from models.exits import Criterion, Judged, Policy, judge_all, leave_at
+from models.store import CLEAN_ROW, FIRST_ROW, starts_of, store_io
 from models.tokenization import Encoded
 from training.data import DataError, Table, check_labels, tokenize
 from training.metrics import metric_value
@@ -103,21 +104,27 @@ class GraphRunner:
             raise GraphError(f"{len(paths)} graphs for {len(architecture.exits)} exits")
         self._architecture = architecture
         self._paths = list(paths)
-        self._sessions = [_open(path, architecture, segment, threads) for segment, path in enumerate(paths, start=1)]
+        self._sessions = [_open(path, threads) for path in paths]
+        self._in_store = any(node.name == "rows" for node in self._sessions[0].get_inputs())
+        names = store_io if self._in_store else segment_io
+        self._names = [names(architecture, spec.number) for spec in architecture.exits]
+        for session, path, wanted in zip(self._sessions, self._paths, self._names, strict=True):
+            _check_names(session, path, wanted)
 
     def run(self, texts: Sequence[Encoded]) -> Iterator[NDArray[np.float32]]:
         """Logits ``[B, K]`` of each exit for one padded batch, as soon as its segment has run."""
-        feeds = _first_inputs(self._architecture, texts)
-        mask = feeds["attention_mask"]
+        arrays = _first_inputs(self._architecture, texts)
+        if self._in_store:
+            arrays = _store_inputs(self._architecture, arrays)
         wanted = (len(texts), self._architecture.num_labels)
-        for segment, (session, path) in enumerate(zip(self._sessions, self._paths, strict=True), start=1):
-            names = segment_io(self._architecture, segment)[1]
+        for session, path, (inputs, names) in zip(self._sessions, self._paths, self._names, strict=True):
+            feeds = {name: arrays["store" if name.startswith("into_") else name] for name in inputs}
             outputs = dict(zip(names, session.run(list(names), feeds), strict=True))
             answer = outputs.pop("logits")
             if answer.shape != wanted:
                 raise GraphError(f"{path}: logits of shape {list(answer.shape)}, not {list(wanted)}")
             yield answer
-            feeds = {name.removeprefix("next_"): array for name, array in outputs.items()} | {"attention_mask": mask}
+            arrays |= {name.removeprefix("next_"): array for name, array in outputs.items()}
 
 
 def length_batches(lengths: Sequence[int], batch_tokens: int) -> list[Ints]:
@@ -134,7 +141,7 @@ def length_batches(lengths: Sequence[int], batch_tokens: int) -> list[Ints]:
     return batches
 
 
-def _first_inputs(architecture: Architecture, texts: Sequence[Encoded]) -> dict[str, NDArray[np.int64]]:
+def _first_inputs(architecture: Architecture, texts: Sequence[Encoded]) -> dict[str, NDArray[Any]]:
     longest = max(len(text) for text in texts)
     shape = (len(texts), longest)
     # Padding is masked, so any id in range will do; 0 is in every vocabulary.
@@ -153,7 +160,20 @@ def _first_inputs(architecture: Architecture, texts: Sequence[Encoded]) -> dict[
     return feeds
 
 
-def _open(path: Path, architecture: Architecture, segment: int, threads: int) -> onnxruntime.InferenceSession:
+def _store_inputs(architecture: Architecture, padded: dict[str, NDArray[Any]]) -> dict[str, NDArray[Any]]:
+    """What fp16 graphs take in place of ``padded`` inputs, and an empty store for their state (see
+    :mod:`models.store`)."""
+    mask = padded["attention_mask"] > 0
+    rows = np.where(mask, FIRST_ROW + np.arange(mask.size).reshape(mask.shape), CLEAN_ROW)
+    numbers = {name: array for name, array in padded.items() if name != "attention_mask"}
+    numbers |= {"rows": rows, "lengths": mask.sum(axis=1), "position_ids": padded["position_ids"][:1]}
+    return {name: array.astype(np.int32) for name, array in numbers.items()} | {
+        "starts": starts_of(*mask.shape),
+        "store": np.zeros((FIRST_ROW + mask.size, architecture.hidden_size), np.float16),
+    }
+
+
+def _open(path: Path, threads: int) -> onnxruntime.InferenceSession:
     options = onnxruntime.SessionOptions()
     options.intra_op_num_threads = threads
     # Sessions in a row spin against each other: segments took 7 times the monolith's time with spinning on.
@@ -161,17 +181,21 @@ def _open(path: Path, architecture: Architecture, segment: int, threads: int) ->
     # Else it warns that an optional input is no constant.
     options.log_severity_level = 3
     try:
-        session = onnxruntime.InferenceSession(str(path), options, providers=["CPUExecutionProvider"])
+        return onnxruntime.InferenceSession(str(path), options, providers=["CPUExecutionProvider"])
     except Exception as error:  # ONNX Runtime's own exceptions share no base but this
         raise GraphError(f"{path}: ONNX Runtime cannot open it ({error})") from error
+
+
+def _check_names(
+    session: onnxruntime.InferenceSession, path: Path, names: tuple[tuple[str, ...], tuple[str, ...]]
+) -> None:
     found = (
         {node.name for node in session.get_inputs()},
         {node.name for node in session.get_outputs()},
     )
-    for kind, names, wanted in zip(("inputs", "outputs"), found, segment_io(architecture, segment), strict=True):
-        if names != set(wanted):
-            raise GraphError(f"{path}: {kind} are {sorted(names)}, not {sorted(wanted)}")
-    return session
+    for kind, ours, wanted in zip(("inputs", "outputs"), found, names, strict=True):
+        if ours != set(wanted):
+            raise GraphError(f"{path}: {kind} are {sorted(ours)}, not {sorted(wanted)}")
 
 
 # --- what a split says -----------------------------------------------------------------------------------------------

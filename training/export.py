@@ -11,8 +11,9 @@ from numpy.typing import NDArray
 from onnx import numpy_helper
 
 from models.architecture import Architecture
-from models.bundle import Precision
-from training.graphs import Weights, build_segments
+from models.bundle import READ, Precision
+from training.graph_format import Weights
+from training.graphs import build_segments
 
 _EXIT = re.compile(r"exits\.(\d+)\.(.+)")
 _LAYER = re.compile(r"layers\.(\d+)\.")
@@ -63,13 +64,14 @@ def export_graphs(
 def dequantised_weights(architecture: Architecture, segments: Sequence[Path]) -> dict[str, NDArray[np.float32]]:
     """Reads canonical float weights back from a bundle's graphs, whatever their precision.
 
-    From fp32 graphs they are the exported weights, bit by bit; from int8 graphs they are what the integers stand for,
-    so building int8 graphs from them gives the same integers again. Names: see :mod:`training.graphs`.
+    From fp32 graphs they are the exported weights, bit by bit, and from fp16 graphs those rounded to halves; from int8
+    graphs they are what the integers stand for, so building int8 graphs from them gives the same integers again. Names:
+    see :mod:`training.graphs`.
     """
     stored: dict[str, NDArray[Any]] = {}
     for path in segments:
         for tensor in onnx.load(path).graph.initializer:
-            if not tensor.name.startswith("constant."):
+            if not tensor.name.startswith("constant.") and tensor.name != READ:
                 stored[tensor.name] = numpy_helper.to_array(tensor)
     weights: dict[str, NDArray[np.float32]] = {}
     for name, array in _floats(stored).items():
@@ -98,5 +100,5 @@ def _floats(stored: dict[str, NDArray[Any]]) -> dict[str, NDArray[np.float32]]:
             # A scale belongs to a row of a table, but to a column of a transposed weight.
             floats[plain] = array.astype(np.float32) * (scale[:, None] if plain.endswith(".table") else scale)
         elif not name.endswith(".scale"):
-            floats[name] = array
+            floats[name] = array.astype(np.float32, copy=False)
     return floats

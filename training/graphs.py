@@ -24,7 +24,6 @@ asks ``read``, an input that is true unless it is given: a text that may not lea
 to full depth, is spared a peek's half of a layer's time.
 """
 
-from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
@@ -36,14 +35,12 @@ from onnx import TensorProto, helper, numpy_helper
 
 from models.architecture import Architecture, ExitSpec
 from models.bundle import READ, Precision, segment_io
+from models.store import keeps_state_in_store
+from training.device_graphs import device_segment
+from training.graph_format import FUSED, Shape, Weights, graph_model
 
-Weights = Mapping[str, NDArray[Any]]
 # What the rows of a two-dimensional tensor are: every token [T, ...], or one row per text [G, ...].
 Rows = Literal["tokens", "texts"]
-
-OPSET = 21
-IR_VERSION = 10
-FUSED = "com.microsoft"
 
 # AVX2 without VNNI multiplies u8 by s8 and adds neighbouring products in 16 bits, saturating. 255 * 63 * 2 = 32,130
 # fits, 255 * 127 * 2 does not: with weights to ±127 the sums would silently clip.
@@ -80,8 +77,6 @@ def build_segments(architecture: Architecture, weights: Weights, precision: Prec
     ``weights`` are the canonical float arrays, linear weights ``[out, in]``. Same weights, same bytes. Raises what
     :func:`check_weights` raises, before anything is written.
     """
-    if precision not in ("fp32", "int8"):
-        raise ValueError(f"graphs are built in fp32 or int8, not in {precision}")
     check_weights(architecture, weights)
     folder.mkdir(parents=True, exist_ok=True)
     paths = []
@@ -95,6 +90,8 @@ def build_segments(architecture: Architecture, weights: Weights, precision: Prec
 
 def _segment_model(architecture: Architecture, weights: Weights, precision: Precision, number: int) -> onnx.ModelProto:
     """The graph from the exit before (or from the token ids) to exit ``number``; see :func:`build_segments`."""
+    if keeps_state_in_store(precision):
+        return device_segment(architecture, weights, number)
     return _Segment(architecture, weights, precision, number).model()
 
 
@@ -253,27 +250,19 @@ class _Segment:
     def _finish(self) -> onnx.ModelProto:
         inputs, outputs = segment_io(self.architecture, self.number)
         width = self.architecture.hidden_size
-        shapes: dict[str, tuple[int, list[int | str]]] = {
-            "logits": (TensorProto.FLOAT, ["texts", self.architecture.num_labels])
-        }
+        shapes: dict[str, Shape] = {"logits": (TensorProto.FLOAT, ["texts", self.architecture.num_labels])}
         for name in ("hidden", "key", "value"):
             shapes[name] = shapes[f"next_{name}"] = (TensorProto.FLOAT, ["batch", "tokens", width])
         shapes[READ] = (TensorProto.BOOL, [])
-        whole_numbers: tuple[int, list[int | str]] = (TensorProto.INT64, ["batch", "tokens"])
+        whole_numbers: Shape = (TensorProto.INT64, ["batch", "tokens"])
         # An input that is an initializer too need not be given.
         inputs += tuple(name for name in (READ,) if name in self.initializers)
-        graph = helper.make_graph(
+        return graph_model(
+            self.number,
             self.nodes,
-            f"segment_{self.number}",
-            [helper.make_tensor_value_info(name, *shapes.get(name, whole_numbers)) for name in inputs],
-            [helper.make_tensor_value_info(name, *shapes[name]) for name in outputs],
-            [numpy_helper.from_array(array, name) for name, array in self.initializers.items()],
-        )
-        return helper.make_model(
-            graph,
-            producer_name="offramp",
-            ir_version=IR_VERSION,
-            opset_imports=[helper.make_opsetid("", OPSET), helper.make_opsetid(FUSED, 1)],
+            {name: shapes.get(name, whole_numbers) for name in inputs},
+            {name: shapes[name] for name in outputs},
+            self.initializers,
         )
 
     # --- where the texts lie ---

@@ -42,7 +42,8 @@ from training.data import (
     tokenize,
 )
 from training.evaluate import Measured, curve, exit_scores, measure, run_graphs
-from training.export import export_graphs, select_exits
+from training.export import dequantised_weights, export_graphs, select_exits
+from training.graphs import build_segments
 from training.methods import Contrast, Distillation
 from training.parallel import launched_rank
 from training.report import PLOT_NAME, VALIDATION_SPLIT, bundle_plot, model_card
@@ -364,12 +365,22 @@ def _finished(folder: Path) -> tuple[RunSettings, MultiExitNetwork]:
     return settings, MultiExitNetwork.load(kept)
 
 
-def export_run(folder: Path, layers: Sequence[int] | None, target: Path, *, observer: Observer = Observer()) -> Bundle:
-    """Makes a bundle at ``target`` from the finished run in ``folder``, keeping only the exits after ``layers`` layers.
+def export_run(
+    folder: Path,
+    layers: Sequence[int] | None,
+    target: Path,
+    *,
+    precisions: Sequence[Precision] | None = None,
+    observer: Observer = Observer(),
+) -> Bundle:
+    """Makes a bundle at ``target`` from the finished run in ``folder``, keeping only the exits after ``layers`` layers,
+    with graphs in ``precisions`` (``None``: those of the run).
 
     Fewer exits are calibrated anew, on the same splits. Raises :class:`PipelineError` for a run that is not finished.
     """
     settings, network = _finished(folder)
+    if precisions is not None:
+        settings = replace(settings, precisions=tuple(precisions))
     architecture, weights = network.architecture, network.numpy_weights()
     if layers is not None:
         numbers = {e.after_layer: e.number for e in architecture.exits}
@@ -460,6 +471,10 @@ def make_bundle(
         )
 
 
+# Where weights are read back from, the most exact first.
+_BY_EXACTNESS: tuple[Precision, ...] = ("fp32", "fp16", "int8")
+
+
 def recalibrate(
     bundle_path: Path,
     table: Table,
@@ -467,9 +482,11 @@ def recalibrate(
     *,
     validation_share: float,
     seed: int,
+    add_precision: Precision | None = None,
     observer: Observer = Observer(),
 ) -> Bundle:
-    """Calibrates a bundle on other labelled texts (the traffic it meets) and writes it at ``target``.
+    """Calibrates a bundle on other labelled texts (the traffic it meets) and writes it at ``target``, with graphs in
+    ``add_precision`` too (built from the bundle's own most exact ones) where it has none.
 
     ``validation_share`` of the rows, drawn at random, fits temperatures and picks the criterion, the rest certifies.
     Row by row, though one text may then stand on both sides: rows are taken as independent draws from the traffic, and
@@ -495,46 +512,52 @@ def recalibrate(
         precision: [bundle.graph(n, precision) for n in range(1, len(architecture.exits) + 1)]
         for precision in manifest.precisions
     }
-    observer.stage("run the graphs", len(table) * len(graphs))
-    logits = {
-        precision: SplitLogits(
-            *(run_graphs(files, architecture, part.texts, progress=observer.advance) for part in (validation, risk))
+    with tempfile.TemporaryDirectory(prefix="offramp-export-") as scratch:
+        if add_precision is not None and add_precision not in graphs:
+            exact = next(precision for precision in _BY_EXACTNESS if precision in graphs)
+            weights = dequantised_weights(architecture, graphs[exact])
+            graphs[add_precision] = build_segments(architecture, weights, add_precision, Path(scratch))
+        observer.stage("run the graphs", len(table) * len(graphs))
+        logits = {
+            precision: SplitLogits(
+                *(run_graphs(files, architecture, part.texts, progress=observer.advance) for part in (validation, risk))
+            )
+            for precision, files in graphs.items()
+        }
+        calibration = calibrate(
+            logits,
+            architecture,
+            validation=_split(validation),
+            risk=_split(risk),
+            metric=bundle.calibration.metric,
+            data_sha256=_data_hash(parts[1]),
         )
-        for precision, files in graphs.items()
-    }
-    calibration = calibrate(
-        logits,
-        architecture,
-        validation=_split(validation),
-        risk=_split(risk),
-        metric=bundle.calibration.metric,
-        data_sha256=_data_hash(parts[1]),
-    )
-    document = manifest.model_dump(mode="json", exclude={"format_version", "precisions", "files"})
-    document["provenance"] = {**document["provenance"], "calibrated_on": Path(table.source).name}
-    # Those curves were drawn at the old thresholds.
-    document["scores"] = [{**scores, "curves": {}} for scores in document["scores"]]
-    document["mean_tokens"] = round(float(np.mean([len(t) for t in risk.texts])), 2)
-    document["exit_costs"] = [round(float(c), 4) for c in exit_costs(architecture, round(document["mean_tokens"]))]
-    return write_bundle(
-        target,
-        manifest=document,
-        calibration=calibration,
-        tokenizer_json=(bundle.path / "tokenizer.json").read_text(encoding="utf-8"),
-        graphs=graphs,
-        readme=model_card(document, calibration),
-        extra={PLOT_NAME: bundle_plot(document, calibration)},
-        replace=True,
-    )
+        document = manifest.model_dump(mode="json", exclude={"format_version", "precisions", "files"})
+        document["provenance"] = {**document["provenance"], "calibrated_on": Path(table.source).name}
+        # Those curves were drawn at the old thresholds.
+        document["scores"] = [{**scores, "curves": {}} for scores in document["scores"]]
+        document["mean_tokens"] = round(float(np.mean([len(t) for t in risk.texts])), 2)
+        document["exit_costs"] = [round(float(c), 4) for c in exit_costs(architecture, round(document["mean_tokens"]))]
+        return write_bundle(
+            target,
+            manifest=document,
+            calibration=calibration,
+            tokenizer_json=(bundle.path / "tokenizer.json").read_text(encoding="utf-8"),
+            graphs=graphs,
+            readme=model_card(document, calibration),
+            extra={PLOT_NAME: bundle_plot(document, calibration)},
+            replace=True,
+        )
 
 
 def default_precision(logits: Mapping[Precision, np.ndarray], labels: np.ndarray) -> Precision:
     """int8 where each exit's accuracy on held-out texts is within :data:`PRECISION_TOLERANCE` of fp32's, else fp32.
 
-    ``logits [E, N, K]`` by precision. Where only one precision was exported, that one.
+    ``logits [E, N, K]`` by precision. Where only one of them was exported, that one; fp16 is for GPUs, and the default
+    only where it is alone.
     """
     if "fp32" not in logits or "int8" not in logits:
-        return next(iter(logits))
+        return next((precision for precision in logits if precision != "fp16"), "fp16")
     right = {p: (array.argmax(-1) == labels).mean(-1) for p, array in logits.items()}
     # 1e-9: 1 - 0.995 is a hair over 0.005.
     return "int8" if (right["fp32"] - right["int8"]).max() <= PRECISION_TOLERANCE + 1e-9 else "fp32"

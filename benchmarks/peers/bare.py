@@ -26,7 +26,7 @@ from models.exits import Policy, agree, decide, full_depth, judge
 from server.api.depth import choose_depth
 from server.api.schemas import ClassifyRequest
 from server.cpus import cpu_allowance
-from server.engine.runner import load_onnxruntime
+from server.engine.sessions import load_onnxruntime
 from server.load import percentiles
 
 Classify = Callable[[str], str]

@@ -2,6 +2,7 @@
 
 import inspect
 from collections.abc import Callable, Coroutine
+from dataclasses import asdict
 from typing import Any
 
 from fastapi import APIRouter, Request, Response
@@ -133,6 +134,7 @@ def add_routes(router: APIRouter, settings: Settings, catalog: Catalog, metrics:
                     model.name: {
                         "precision": model.precision,
                         "device": model.device,
+                        "cuda": None if model.cuda is None else asdict(model.cuda),
                         "runs": model.runs,
                         "threads": model.threads,
                         "lone_threads": list(model.lone_threads),

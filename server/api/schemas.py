@@ -301,9 +301,18 @@ class LatencyTable(Strict):
     padding: float = Field(description="tokens that an empty place beside a longer text counts as")
 
 
+class Cuda(Strict):
+    """Versions in use; null where the libraries don't say."""
+
+    driver: str | None
+    cuda: str | None
+    cudnn: str | None
+
+
 class Runtime(Strict):
     precision: str
     device: str
+    cuda: Cuda | None = Field(description="null on the CPU")
     runs: int = Field(description="segments run at once, of all models of a process together")
     threads: int = Field(description="CPU threads of a run under load")
     lone_threads: list[int] = Field(description="CPU threads of each segment's run that has the machine to itself")

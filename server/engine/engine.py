@@ -36,11 +36,12 @@ from server.engine.request import (
     Failure,
     Item,
     Outcome,
+    OutOfMemory,
+    SegmentRunner,
     Submission,
     Text,
     Timeline,
 )
-from server.engine.runner import SegmentRunner
 from server.engine.scheduler import Scheduler
 from server.engine.step import Ran, Stepper
 from server.logs import FIELDS
@@ -499,24 +500,38 @@ class Engine:
         """Runs one segment: those that leave with their outcomes, and those that go on.
 
         Never raises: where the micro-batch breaks, each of its texts gets a run of its own, so that whichever broke it
-        fails alone.
+        fails alone. Where memory was too short for it, its halves run, and no micro-batch is as large from then on.
         """
+        items = batch.items
+        part = 1
         try:
             return self._stepper.take(batch, lone=lone)
+        except OutOfMemory:
+            part = (len(items) + 1) // 2
+            self._shrink(items)
         except Exception:
-            ids = sorted({item.submission.request_id for item in batch.items if item.submission is not None})
+            ids = sorted({item.submission.request_id for item in items if item.submission is not None})
             logger.exception(
                 "segment %d failed for %d texts of requests: %s",
                 batch.segment,
-                len(batch.items),
+                len(items),
                 ", ".join(ids) or "none, shadow checks",
                 extra={FIELDS: {"request_id": ids[0]} if len(ids) == 1 else {"request_ids": ids}},
             )
-        if len(batch.items) == 1:
-            return Ran(batch.segment, [(batch.items[0], Failure("internal"))], [])
-        alone = [self._step(replace(batch, items=[item]), lone) for item in batch.items]
-        leavers = [leaver for ran in alone for leaver in ran.leavers]
-        return Ran(batch.segment, leavers, [item for ran in alone for item in ran.survivors])
+        if len(items) == 1:
+            return Ran(batch.segment, [(items[0], Failure("internal"))], [])
+        parts = [
+            self._step(replace(batch, items=items[start : start + part]), lone) for start in range(0, len(items), part)
+        ]
+        leavers = [leaver for ran in parts for leaver in ran.leavers]
+        return Ran(batch.segment, leavers, [item for ran in parts for item in ran.survivors])
+
+    def _shrink(self, items: Sequence[Item]) -> None:
+        tokens = sum(item.tokens for item in items)
+        logger.warning("no memory for %d texts of %d tokens in all", len(items), tokens)
+        if len(items) > 1:
+            with self._work:
+                self._scheduler.shrink(tokens // 2)
 
     def _send(self, call: Callable[..., None], *arguments: Any) -> None:
         try:

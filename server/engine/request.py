@@ -3,15 +3,55 @@
 import asyncio
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Generic, Literal, TypeVar
+from typing import Any, Generic, Literal, Protocol, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
 
 from models.exits import Floats, Policy, Reason
 
-State = tuple[NDArray[np.float32], ...]
-"""What one text carries into its next segment: ``[S, H]`` for each name of ``models.bundle.state_names``."""
+State = tuple[Any, ...]
+"""What one text carries into its next segment: arrays ``[S, H]`` for each name of ``models.bundle.state_names``, or
+what else the runner that made it will look up. Nobody else looks inside."""
+
+
+class Work(Protocol):
+    """What a runner needs of one text: ``ids [S]`` and ``type_ids [S]`` before segment 1, its state after."""
+
+    @property
+    def ids(self) -> NDArray[np.int64]: ...
+    @property
+    def type_ids(self) -> NDArray[np.int64]: ...
+    @property
+    def state(self) -> State: ...
+
+
+class Output(Protocol):
+    """What a segment says of B texts: ``logits [B, K]``, and the state that the next segment takes.
+
+    Where nobody was to read the exit, ``logits`` may have no rows. ``widths`` are those of the arrays of state that
+    came out on the host.
+    """
+
+    @property
+    def logits(self) -> NDArray[np.float32]: ...
+    @property
+    def widths(self) -> Sequence[int]: ...
+    def carry(self, rows: Sequence[int]) -> list[State]:
+        """The state of each of ``rows``, the texts that go on."""
+
+
+class SegmentRunner(Protocol):
+    """What the engine asks of a runner; called from several threads at once."""
+
+    def run(self, segment: int, items: Sequence[Work], *, lone: bool = False, read: bool = True) -> Output:
+        """Runs ``segment`` (1 = first) on ``items``; ``lone`` says that nothing else runs or waits to be run, ``read``
+        that somebody looks at the logits. Raises :class:`OutOfMemory` where fewer texts might have fitted; then, as
+        after any failure, ``items`` can be run again."""
+
+
+class OutOfMemory(Exception):
+    """The device had no room for a run."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -43,7 +43,8 @@ W = TypeVar("W", bound=Waiting)
 # Attention gathers a micro-batch to [texts, longest] (docs/decisions/0003): a text of 400 tokens among 31 of 3 takes
 # 12,800 slots for its 493 tokens. So texts × longest is bounded too, to this multiple of max_batch_tokens.
 SLOTS_PER_TOKEN = 4
-# Of a longer queue only so many of the oldest are looked at for company of like length.
+# Of a longer queue only so many of the oldest are looked at for company of like length (twice as many as a micro-batch
+# may have, where that is more).
 WINDOW = 64
 
 _arrival: Callable[[Any], int] = attrgetter("arrival")
@@ -85,6 +86,7 @@ class Scheduler(Generic[W]):
     ) -> None:
         self._max_batch_tokens = max_batch_tokens
         self._max_batch_texts = max_batch_texts
+        self._window = max(WINDOW, 2 * max_batch_texts)
         self._order = order
         self._latency = latency
         self._chances = chances or Chances(segments)
@@ -96,6 +98,10 @@ class Scheduler(Generic[W]):
         # (segment, texts, when its end is expected) of what runs; bounded, should nobody tell when runs end.
         self._running: deque[tuple[int, int, float]] = deque(maxlen=workers)
         self._looks_at_lengths = latency is not None and latency.padding > 0.0
+
+    def shrink(self, max_batch_tokens: int) -> None:
+        """From here on micro-batches have at most so many tokens; a longer text still runs alone."""
+        self._max_batch_tokens = max(1, min(self._max_batch_tokens, max_batch_tokens))
 
     def add(self, items: Iterable[W], now: float) -> None:
         """Puts texts into the queue of their ``segment``; those that are done are not taken."""
@@ -299,10 +305,10 @@ class Scheduler(Generic[W]):
     def _company(self, queue: "_Queue[W]", first: int | None) -> Sequence[W]:
         """Who may go in the next micro-batch, the one that must first."""
         if first is not None:
-            return [*queue.by_deadline[first : first + WINDOW], *queue.by_age[:WINDOW]]
+            return [*queue.by_deadline[first : first + self._window], *queue.by_age[: self._window]]
         if not self._looks_at_lengths or len(queue.by_age) < 3:
             return queue.by_age
-        leader, *others = queue.by_age[:WINDOW]
+        leader, *others = queue.by_age[: self._window]
         return [leader, *sorted(others, key=lambda item: abs(item.tokens - leader.tokens))]
 
     # Predictions.

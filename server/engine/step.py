@@ -8,8 +8,7 @@ from typing import Protocol
 import numpy as np
 
 from models.exits import CRITERIA, Reason, agree, decide, judge
-from server.engine.request import Answer, Batch, Failure, Item, Outcome, Reading, Run
-from server.engine.runner import SegmentOutput, SegmentRunner
+from server.engine.request import Answer, Batch, Failure, Item, Outcome, Output, Reading, Run, SegmentRunner
 
 logger = logging.getLogger("offramp.engine")
 
@@ -94,7 +93,7 @@ class Stepper:
         self._observe(segment, len(items), seconds)
         return Ran(segment, leavers, [item for item, staying in zip(items, stays, strict=True) if staying])
 
-    def _judge(self, segment: int, items: Sequence[Item], output: SegmentOutput, seconds: float) -> _Judged:
+    def _judge(self, segment: int, items: Sequence[Item], output: Output, seconds: float) -> _Judged:
         logits = output.logits.astype(np.float64)
         verdict = judge(logits, *self._temperatures[segment - 1])
         finite, labels = verdict.finite.tolist(), verdict.labels.tolist()

@@ -114,6 +114,7 @@ async def test_info_tells_the_limits(tiny_bundle: Bundle) -> None:
         assert info["runtime"]["tiny"] == {
             "precision": "fp32",
             "device": "cpu",
+            "cuda": None,
             "runs": 2,
             "threads": 1,
             "lone_threads": [1] * 4,
@@ -215,7 +216,7 @@ def test_importing_the_server_imports_nothing_of_training() -> None:
     heavy = ("torch", "transformers", "onnx", "scipy", "matplotlib", "training", "pandas", "datasets", "accelerate")
     program = (
         "import sys, server.app, server.catalog, server.api.routes, server.engine.runner\n"
-        "server.engine.runner.load_onnxruntime()\n"
+        "server.engine.sessions.load_onnxruntime()\n"
         f"print([name for name in {heavy!r} if name in sys.modules])"
     )
     root = Path(__file__).resolve().parents[2]

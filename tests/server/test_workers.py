@@ -160,6 +160,13 @@ def test_a_bad_start_is_one_line_and_status_1(tmp_path: Path) -> None:
     assert re.fullmatch(r"offramp: .*segment_2\.onnx: .*\n", error)
 
 
+def test_each_process_takes_a_gpu_of_its_own(tiny_bundle: Bundle) -> None:
+    """There is none here, and each says which one it missed."""
+    status, error = ended(start(tiny_bundle.path, log_level="error", **{**QUICK, "device": "cuda:4,cuda:5"}))
+    assert status == 1
+    assert re.fullmatch(r"offramp: device cuda:[45] was asked for, but CUDA does not work here: .*\n", error)
+
+
 async def test_a_process_that_cannot_be_replaced_is_tried_again_and_the_last_ends_the_server(tmp_path: Path) -> None:
     bundle = write_tiny_bundle(tmp_path)
     with process(bundle, **QUICK) as server:

@@ -102,6 +102,9 @@ def test_labels_in_other_words_are_mapped(trained: Path, capsys: pytest.CaptureF
 def test_export_keeps_the_exits_asked_for(trained: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert run(["export", str(trained), "--exits", "0,2", "--output", str(tmp_path / "two")]) == 0
     assert len(Bundle.load(tmp_path / "two").manifest.architecture.exits) == 2
+    other = ["export", str(trained), "--precisions", "fp16", "--exits", "2", "--output", str(tmp_path / "other")]
+    assert run(other) == 0
+    assert set(Bundle.load(tmp_path / "other").manifest.precisions) == {"fp16"}
     capsys.readouterr()
     assert run(["export", str(trained), "--exits", "1,9", "--output", str(tmp_path / "none")]) != 0
     assert "9" in capsys.readouterr().err
@@ -123,7 +126,8 @@ def test_export_can_choose_the_exits_by_measuring(
 def test_calibrate_replaces_the_bundle_or_writes_another(trained: Path, tmp_path: Path) -> None:
     data = write_texts(tmp_path / "traffic.csv", 400, seed=7)
     command = ["calibrate", str(trained / "bundle"), "--file", str(data), "--output", str(tmp_path / "new")]
-    assert run(command) == 0
+    assert run([*command, "--add-precision", "fp16"]) == 0
+    assert "fp16" in Bundle.load(tmp_path / "new").manifest.precisions
     assert Bundle.load(tmp_path / "new").manifest.provenance["calibrated_on"] == "traffic.csv"
 
 
@@ -181,7 +185,7 @@ def test_a_bad_recipe_is_named(recipe: str, message: str, tmp_path: Path, capsys
     [
         (["--epochs", "0"], "epochs must be at least 1"),
         (["--learning-rate", "7"], "learning_rate must lie between"),
-        (["--precisions", "int4"], "--precisions must be of fp32, int8"),
+        (["--precisions", "int4"], "--precisions must be of fp32, fp16, int8"),
         (["--exits", "1,x"], "--exits must be whole numbers"),
         (["--exits", "2,1"], "exit layers must ascend"),
         (["--contrast-temperature", "0"], "contrast temperature must be above 0"),

@@ -13,7 +13,7 @@ from models.bundle import Bundle
 from tests.tiny_backbones import save_tiny, tiny_model
 from training import pipeline
 from training.data import DataError, read_table
-from training.evaluate import evaluate_bundle
+from training.evaluate import evaluate_bundle, run_bundle
 from training.pipeline import DataSettings, PipelineError, RunSettings
 from training.trainer import TrainingSettings
 
@@ -159,6 +159,21 @@ def test_recalibration_changes_promises_and_keeps_graphs(finished: Path, tmp_pat
     assert made.manifest.provenance["calibrated_on"] == "traffic.csv"
 
 
+def test_recalibration_can_add_graphs_for_a_gpu_with_promises_of_their_own(finished: Path, tmp_path: Path) -> None:
+    table = read_table(write_texts(tmp_path / "traffic.csv", 400, seed=4))
+    made = pipeline.recalibrate(
+        finished / "bundle", table, tmp_path / "new", validation_share=0.25, seed=0, add_precision="fp16"
+    )
+    old = Bundle.load(finished / "bundle")
+    assert set(made.manifest.precisions) == {*old.manifest.precisions, "fp16"}
+    assert made.manifest.default_precision == old.manifest.default_precision
+    halves, exact = made.calibration.precisions["fp16"], made.calibration.precisions["fp32"]
+    np.testing.assert_allclose(halves.temperatures, exact.temperatures, rtol=0.05)
+    texts = [made.encoder.encode(example.text) for example in table.examples[:40]]
+    found, wanted = (run_bundle(made, precision, texts, threads=1) for precision in ("fp16", "fp32"))
+    np.testing.assert_allclose(found, wanted, rtol=0, atol=1e-2)
+
+
 def test_a_text_that_makes_up_half_of_the_traffic_makes_up_half_of_what_certifies(
     finished: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -249,6 +264,8 @@ def test_int8_is_the_default_only_where_no_exit_loses_more_than_half_a_point() -
     assert pipeline.default_precision({"fp32": right, "int8": close}, labels) == "int8"
     assert pipeline.default_precision({"fp32": right, "int8": far}, labels) == "fp32"
     assert pipeline.default_precision({"int8": far}, labels) == "int8"
+    assert pipeline.default_precision({"fp16": right, "int8": far}, labels) == "int8"
+    assert pipeline.default_precision({"fp16": right}, labels) == "fp16"
 
 
 @pytest.mark.parametrize(

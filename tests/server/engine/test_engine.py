@@ -15,8 +15,8 @@ from models.exits import Policy, full_depth
 from server.engine.admission import FEW_REQUESTS, PREDICTION_SECONDS, Overloaded
 from server.engine.engine import MOST_CHECKS, Engine, NoTokens, NotRunning, TooLong
 from server.engine.latency import LatencyTable, Measurement
-from server.engine.request import Answer, Failure, Outcome, Text
-from server.engine.runner import Runner, SegmentOutput, Work
+from server.engine.request import Answer, Failure, Outcome, OutOfMemory, Text, Work
+from server.engine.runner import Runner, SegmentOutput
 from server.logs import FIELDS
 from tests.server.conftest import some_texts
 from tests.tiny import POISON, VOCABULARY
@@ -423,6 +423,25 @@ async def test_what_broke_is_logged_with_the_ids_of_its_requests(
         await asyncio.gather(inside, *asked)
     fields = [getattr(record, FIELDS) for record in caplog.records if "failed for" in record.getMessage()]
     assert fields == [{"request_ids": ["first", "second"]}, {"request_id": "first"}, {"request_id": "second"}]
+
+
+async def test_where_memory_is_short_the_halves_run_and_later_micro_batches_are_smaller(
+    tiny_bundle: Bundle, caplog: pytest.LogCaptureFixture
+) -> None:
+    def short(segment: int) -> None:
+        if rig.spy.runs[-1][1] > 2:
+            raise OutOfMemory("Failed to allocate memory")
+
+    async with running(tiny_bundle) as rig:
+        rig.spy.before = short
+        texts = ["a good film"] * 6
+        assert [answered(outcome).left.exit for outcome in await rig.ask(*texts)] == [4] * 6
+        # All, both halves of three, and theirs; from then on no more tokens than two texts have.
+        assert rig.spy.runs[:7] == [(1, 6), (1, 3), (1, 2), (1, 1), (1, 3), (1, 2), (1, 1)]
+        assert {size for _, size in rig.spy.runs[7:]} <= {1, 2}
+        assert rig.tally.failures == []
+        assert "no memory for 6 texts" in caplog.text
+        rig.spy.before = lambda segment: None
 
 
 async def test_a_segment_that_breaks_for_all_ends_no_worker(tiny_bundle: Bundle) -> None:

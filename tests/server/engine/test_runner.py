@@ -16,7 +16,8 @@ from models.bundle import Bundle
 from server.config import StartError
 from server.engine.latency import Measurement
 from server.engine.request import State
-from server.engine.runner import Runner, SegmentOutput, load_onnxruntime
+from server.engine.runner import Runner, SegmentOutput
+from server.engine.sessions import load_onnxruntime
 from tests.server.conftest import some_texts
 from tests.tiny import VOCABULARY, write_tiny_bundle
 
@@ -187,12 +188,12 @@ def test_more_threads_for_a_lone_run_must_earn_their_keep(
 ) -> None:
     runner = open_runner(tiny_bundle)
 
-    def timed(lengths: Sequence[int], *, lone: bool = False) -> list[Measurement]:
+    def timed(_: Runner, lengths: Sequence[int], *, lone: bool = False) -> list[Measurement]:
         assert lone
         taken = milliseconds[runner.lone_threads[0]]
         return [Measurement(at, len(lengths), sum(lengths), one) for at, one in enumerate(taken, start=1)]
 
-    monkeypatch.setattr(runner, "_time", timed)
+    monkeypatch.setattr(runner._warm_up, "time", timed)
     assert list(runner.fit_lone_threads(8)) == list(milliseconds)
     assert runner.lone_threads == kept
 

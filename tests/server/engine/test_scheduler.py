@@ -134,6 +134,13 @@ def test_a_text_longer_than_the_budget_runs_alone() -> None:
     assert len(batch.items) == 1
 
 
+def test_a_budget_that_shrank_holds_from_then_on() -> None:
+    scheduler = _filled([10] * 6, max_batch_tokens=64)
+    scheduler.shrink(20)
+    scheduler.shrink(40)
+    assert [len(batch.items) for batch in _drain(scheduler)] == [2, 2, 2]
+
+
 def test_removed_done_and_late_items_never_run() -> None:
     scheduler = _scheduler()
     removed, done, late, kept = _item(0), _item(1), _item(2, deadline=1.0), _item(3, deadline=9.0)
