@@ -132,7 +132,7 @@ async def test_what_is_wrong_is_said_in_the_shape_of_text_embeddings_inference(
 async def test_an_overload_is_called_what_text_embeddings_inference_calls_it(
     doors: Served, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(doors.catalog.default.engine, "_max_queue", 0)
+    monkeypatch.setattr(doors.catalog.default.engine._admission, "_max_texts", 0)
     response = await predict(doors, inputs=TEXT)
     assert (response.status_code, response.json()["error_type"]) == (429, "Overloaded")
     assert response.headers["retry-after"] == "1"
