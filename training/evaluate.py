@@ -222,17 +222,20 @@ class Measured:
         return self.judged.labels[leave_at(self.judged, policy), np.arange(len(self.labels))]
 
 
+def _for_each_text(cost: Callable[[int], Any], tokens: Ints) -> Floats:
+    """``cost`` of each text ``[..., N]``, asked once for each number of ``tokens [N]`` that occurs."""
+    lengths, place = np.unique(tokens, return_inverse=True)
+    return np.stack([np.asarray(cost(int(length))) for length in lengths], axis=-1)[..., place]
+
+
 def text_costs(architecture: Architecture, tokens: Ints) -> Floats:
     """Cost ``[E, N]`` of leaving at each exit for texts of ``tokens [N]`` tokens, in layers at that length."""
-    lengths, place = np.unique(tokens, return_inverse=True)
-    per_length = np.stack([exit_costs(architecture, int(length)) for length in lengths], axis=1)
-    return np.asarray(per_length[:, place])
+    return _for_each_text(lambda length: exit_costs(architecture, length), tokens)
 
 
 def full_depth_costs(architecture: Architecture, tokens: Ints) -> Floats:
     """Cost ``[N]`` of full depth, no exit on the way read, for texts of ``tokens [N]`` tokens."""
-    lengths, place = np.unique(tokens, return_inverse=True)
-    return np.array([full_depth_cost(architecture, int(length)) for length in lengths])[place]
+    return _for_each_text(lambda length: full_depth_cost(architecture, length), tokens)
 
 
 def measure(

@@ -26,7 +26,7 @@ from models.exits import Policy, agree, decide, full_depth, judge
 from server.api.depth import choose_depth
 from server.api.schemas import ClassifyRequest
 from server.cpus import cpu_allowance
-from server.engine.sessions import load_onnxruntime
+from server.engine.sessions import can_pass, load_onnxruntime
 from server.load import percentiles
 
 Classify = Callable[[str], str]
@@ -50,6 +50,7 @@ def through_segments(bundle: Bundle, sessions: Sequence[Any], policy: Policy) ->
     temperatures = list(zip(calibration.temperatures, calibration.agreement_temperatures, strict=True))
     names = [segment_io(architecture, number) for number in range(1, len(sessions) + 1)]
     states = [state_names(architecture, number) for number in range(1, len(sessions))]
+    passable = [can_pass(session) for session in sessions]
 
     def classify(text: str) -> str:
         state = first_feeds(bundle, text)
@@ -58,7 +59,7 @@ def through_segments(bundle: Bundle, sessions: Sequence[Any], policy: Policy) ->
         for number, session in enumerate(sessions, start=1):
             inputs, outputs = names[number - 1]
             feeds = {name: state[name] for name in inputs}
-            if not policy.reads(number, len(sessions)) and takes(session, READ):
+            if not policy.reads(number, len(sessions)) and passable[number - 1]:
                 _, *left = session.run(list(outputs), feeds | {READ: np.array(False)})
                 state = {"attention_mask": mask, **dict(zip(states[number - 1], left, strict=True))}
                 continue
@@ -72,11 +73,6 @@ def through_segments(bundle: Bundle, sessions: Sequence[Any], policy: Policy) ->
         return labels[int(verdict.labels[0])]
 
     return classify
-
-
-def takes(session: Any, name: str) -> bool:
-    """Whether the graph has the optional input ``name``."""
-    return any(node.name == name for node in session.get_overridable_initializers())
 
 
 def through_whole(bundle: Bundle, session: Any) -> Classify:

@@ -17,7 +17,7 @@ from models.architecture import Architecture
 from models.bundle import READ, Bundle, Precision, segment_io, state_names
 from server.engine.latency import LatencyTable
 from server.engine.request import State, Work
-from server.engine.sessions import check_session, open_on, open_session
+from server.engine.sessions import can_pass, check_session, open_on, open_session
 from server.engine.warmup import MEASURING_ROUNDS, WarmUp
 
 _NOT = np.array(False)
@@ -75,11 +75,7 @@ class Runner:
         self.threads = threads
         self.lone_threads: tuple[int, ...] = (threads,) * len(self._paths)
         self._lone_sessions = self._sessions
-        self._passable = {
-            segment
-            for segment, session in enumerate(self._sessions, start=1)
-            if any(node.name == READ for node in session.get_overridable_initializers())
-        }
+        self._passable = {segment for segment, session in enumerate(self._sessions, start=1) if can_pass(session)}
         self._warm_up = WarmUp(bundle, precision)
 
     def widen(self, threads: int | Sequence[int]) -> None:

@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, TypeVar
 
+from models.bundle import READ
 from server.config import StartError
 from server.engine.cuda import versions
 
@@ -117,6 +118,11 @@ def check_session(session: Any, path: Path, io: tuple[tuple[str, ...], tuple[str
     width = found_outputs["logits"][-1] if found_outputs["logits"] else None
     if isinstance(width, int) and width != labels:
         raise StartError(f"{path}: logits of width {width} for {labels} labels")
+
+
+def can_pass(session: Any) -> bool:
+    """Whether the graph can leave out what only its logits need: whether it has the optional input ``READ``."""
+    return any(node.name == READ for node in session.get_overridable_initializers())
 
 
 def one_line(error: Exception) -> str:

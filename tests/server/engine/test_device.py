@@ -18,11 +18,10 @@ from models.exits import Policy
 from models.store import FIRST_ROW
 from server.config import StartError
 from server.engine.device import Buckets, DeviceRunner, FreeRows, StoreFull, session_limits
-from server.engine.engine import Engine
 from server.engine.request import Answer, OutOfMemory, Text
 from server.engine.runner import Runner
 from tests.server.conftest import some_texts
-from tests.server.engine.test_engine import Tally, answered
+from tests.server.engine.test_engine import answered, engine_of
 from tests.server.engine.test_runner import Work, _logits
 from tests.tiny import write_tiny_bundle
 
@@ -254,18 +253,7 @@ def answers(bundle: Bundle, runner: DeviceRunner | Runner, texts: list[str], pol
     """What an engine of two workers says to texts that arrive together."""
 
     async def ask() -> list[Answer]:
-        calibration = bundle.calibration.precisions["fp16"]
-        engine = Engine(
-            runner=runner,
-            encoder=bundle.encoder,
-            temperatures=calibration.temperatures,
-            agreement_temperatures=calibration.agreement_temperatures,
-            observer=Tally(),
-            workers=2,
-            max_queue=500,
-            max_batch_tokens=256,
-            max_batch_texts=16,
-        )
+        engine = engine_of(bundle, runner, "fp16", workers=2, max_batch_tokens=256, max_batch_texts=16)
         await engine.start()
         submissions = await asyncio.gather(*(engine.submit([Text(text)], [policy]) for text in texts))
         await engine.close()

@@ -10,12 +10,12 @@ from typing import Any
 import numpy as np
 import pytest
 
-from models.bundle import Bundle
+from models.bundle import Bundle, Precision
 from models.exits import Policy, full_depth
 from server.engine.admission import FEW_REQUESTS, PREDICTION_SECONDS, Overloaded
 from server.engine.engine import MOST_CHECKS, Engine, NoTokens, NotRunning, TooLong
 from server.engine.latency import LatencyTable, Measurement
-from server.engine.request import Answer, Failure, Outcome, OutOfMemory, Text, Work
+from server.engine.request import Answer, Failure, Outcome, OutOfMemory, SegmentRunner, Text, Work
 from server.engine.runner import Runner, SegmentOutput
 from server.logs import FIELDS
 from tests.server.conftest import some_texts
@@ -78,19 +78,27 @@ class Tally:
         self.answers_before_check.append(len(self.answers))
 
 
+def engine_of(
+    bundle: Bundle, runner: SegmentRunner, precision: Precision, tally: Tally | None = None, **settings: Any
+) -> Engine:
+    """An engine on ``runner`` with the bundle's own encoder and temperatures."""
+    options: dict[str, Any] = {"workers": 1, "max_queue": 500, "max_batch_tokens": 512, "max_batch_texts": 32}
+    calibration = bundle.calibration.precisions[precision]
+    return Engine(
+        runner=runner,
+        encoder=bundle.encoder,
+        temperatures=calibration.temperatures,
+        agreement_temperatures=calibration.agreement_temperatures,
+        observer=tally or Tally(),
+        **(options | settings),
+    )
+
+
 class Rig:
     def __init__(self, bundle: Bundle, **settings: Any) -> None:
         self.spy = Spy(bundle)
         self.tally = Tally()
-        options: dict[str, Any] = {"workers": 1, "max_queue": 500, "max_batch_tokens": 512, "max_batch_texts": 32}
-        self.engine = Engine(
-            runner=self.spy,
-            encoder=bundle.encoder,
-            temperatures=bundle.calibration.precisions["fp32"].temperatures,
-            agreement_temperatures=bundle.calibration.precisions["fp32"].agreement_temperatures,
-            observer=self.tally,
-            **(options | settings),
-        )
+        self.engine = engine_of(bundle, self.spy, "fp32", self.tally, **settings)
 
     async def ask(self, *texts: str, policy: Policy = LAST, **options: Any) -> list[Outcome]:
         submitted = await self.engine.submit([Text(text) for text in texts], [policy] * len(texts), **options)

@@ -12,10 +12,9 @@ from hypothesis import strategies as st
 
 from models.bundle import SHIPPED_BUNDLE, Bundle, Precision
 from models.exits import Policy, full_depth
-from server.engine.engine import Engine
 from server.engine.request import Answer, Text
 from server.engine.runner import Runner
-from tests.server.engine.test_engine import Tally, answered
+from tests.server.engine.test_engine import answered, engine_of
 from tests.server.engine.test_runner import Work
 
 pytestmark = pytest.mark.skipif(not SHIPPED_BUNDLE.is_dir(), reason="no shipped bundle in this checkout")
@@ -59,20 +58,9 @@ def ask(bundle: Bundle, request: pytest.FixtureRequest) -> Callable[..., list[An
     precision: Precision = request.param
     runner = Runner(bundle, precision=precision, device="cpu", threads=1)
     runner.widen(2)
-    calibration = bundle.calibration.precisions[precision]
 
     async def answers(requests: list[tuple[list[str], list[Policy]]], alone: bool) -> list[Answer]:
-        engine = Engine(
-            runner=runner,
-            encoder=bundle.encoder,
-            temperatures=calibration.temperatures,
-            agreement_temperatures=calibration.agreement_temperatures,
-            observer=Tally(),
-            workers=2,
-            max_queue=500,
-            max_batch_tokens=256,
-            max_batch_texts=16,
-        )
+        engine = engine_of(bundle, runner, precision, workers=2, max_batch_tokens=256, max_batch_texts=16)
         await engine.start()
         submissions = [engine.submit([Text(text) for text in texts], policies) for texts, policies in requests]
         found = [await submission for submission in submissions] if alone else await asyncio.gather(*submissions)
