@@ -19,7 +19,7 @@ from tests.training.reference import (
     random_weights,
     small_architecture,
 )
-from tests.training.test_graphs import BERT, CUTS, ELECTRA, LENGTHS, ROBERTA
+from tests.training.test_graphs import CUTS, EVERY_CUT, LENGTHS
 from training.device_graphs import device_segment
 from training.evaluate import GraphRunner
 from training.export import dequantised_weights
@@ -44,11 +44,7 @@ def expected(architecture: Architecture, weights: Weights, texts: Sequence[Text]
     return np.stack([network.logits(text.ids, text.types) for text in texts], axis=1)
 
 
-@pytest.mark.parametrize(
-    ("cut", "family"),
-    [*((cut, BERT) for cut in CUTS), ("cls", ROBERTA), ("mixed", ROBERTA), ("mixed", ELECTRA)],
-    ids=[*CUTS, "cls roberta", "mixed roberta", "mixed electra"],
-)
+@EVERY_CUT
 def test_every_exit_gives_the_logits_of_the_formulas(cut: str, family: dict[str, object], tmp_path: Path) -> None:
     architecture = small_architecture(CUTS[cut], **family)
     weights = random_weights(architecture)

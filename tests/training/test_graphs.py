@@ -47,6 +47,11 @@ CUTS: dict[str, list[tuple[int, Head]]] = {
 BERT: dict[str, object] = {}
 ROBERTA: dict[str, object] = {"position_offset": 2, "uses_token_type_ids": False, "layer_norm_eps": 1e-5}
 ELECTRA: dict[str, object] = {"embedding_size": 16}
+EVERY_CUT = pytest.mark.parametrize(
+    ("cut", "family"),
+    [*((cut, BERT) for cut in CUTS), ("cls", ROBERTA), ("mixed", ROBERTA), ("mixed", ELECTRA)],
+    ids=[*CUTS, "cls roberta", "mixed roberta", "mixed electra"],
+)
 
 
 def runner(architecture: Architecture, weights: Weights, precision: Precision, folder: Path) -> SegmentRunner:
@@ -64,11 +69,7 @@ def assert_close(found: Sequence[np.ndarray], wanted: Sequence[np.ndarray], tole
         np.testing.assert_allclose(ours, theirs, rtol=0, atol=tolerance, err_msg=f"exit {number}")
 
 
-@pytest.mark.parametrize(
-    ("cut", "family"),
-    [*((cut, BERT) for cut in CUTS), ("cls", ROBERTA), ("mixed", ROBERTA), ("mixed", ELECTRA)],
-    ids=[*CUTS, "cls roberta", "mixed roberta", "mixed electra"],
-)
+@EVERY_CUT
 def test_every_exit_gives_the_logits_of_the_formulas(cut: str, family: dict[str, object], tmp_path: Path) -> None:
     architecture = small_architecture(CUTS[cut], **family)
     weights = random_weights(architecture)
