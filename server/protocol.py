@@ -26,9 +26,10 @@ def bounded_http(head_seconds: float) -> Any:
 class BoundedHttp(HttpToolsProtocol):
     """Uvicorn's protocol, with these differences.
 
-    - 431 once a request's head, or its trailers, exceed ``MAX_HEAD_BYTES`` by more than one read; 408 where the head
-      has not arrived ``head_seconds`` after its first byte. A connection that sends nothing at all is closed after that
-      time (between requests uvicorn's own, shorter time holds).
+    - 431 where a request's head, its trailers or what frames one chunk exceed ``MAX_HEAD_BYTES``, however the bytes
+      arrive; behind another request or a body, where what came before is not told apart, by as much again at most. 408
+      where the head has not arrived ``head_seconds`` after its first byte. A connection that sends nothing at all is
+      closed after that time (between requests uvicorn's own, shorter time holds).
     - What is no HTTP gets 400 in our shape, once the requests before it have been answered.
     - Whoever is answered before the request was complete gets ``Connection: close``. After the last answer of a
       connection what is still being sent is read and dropped until the client closes too, up to ``MAX_DROPPED_BYTES``
@@ -70,14 +71,19 @@ class BoundedHttp(HttpToolsProtocol):
             if self._dropped > MAX_DROPPED_BYTES:
                 self._socket.close()
             return
-        if self._refusal is not None:
-            return
         if self._in_head or not self._in_message:
             data = _without_upgrade(data)
-        self._bytes += len(data)
-        super().data_received(data)
-        if self._in_message and self._bytes > MAX_HEAD_BYTES and not self.transport.is_closing():
-            self._refuse(ApiError(431, f"request line and headers exceed {MAX_HEAD_BYTES} bytes", type="too_large"))
+        # Up to the byte that is one too many: a longer read could hold the rest of a head that is too long, and its
+        # request would be in work, or refused for something else, before we saw its size.
+        start = 0
+        while start < len(data) and self._refusal is None and not self.is_closing:
+            end = start + MAX_HEAD_BYTES + 1 - (self._bytes if self._in_message else 0)
+            self._bytes += len(data[start:end])
+            super().data_received(data[start:end])
+            start = end
+            if self._in_message and self._bytes > MAX_HEAD_BYTES and not self.is_closing:
+                error = f"request line and headers exceed {MAX_HEAD_BYTES} bytes"
+                self._refuse(ApiError(431, error, type="too_large"))
 
     def on_message_begin(self) -> None:
         self._in_head = self._in_message = True

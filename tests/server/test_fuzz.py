@@ -15,6 +15,7 @@ import pytest
 
 from benchmarks.peers.process import status_number
 from models.bundle import Bundle
+from server.protocol import MAX_HEAD_BYTES
 from tests.server.process import Process, classify, metric, process, raw_request, until
 
 pytestmark = pytest.mark.anyio
@@ -148,6 +149,14 @@ REQUESTS: dict[str, tuple[bytes, tuple[int, ...]]] = {
     ),
 }
 
+SENT = NO_HTTP | REQUESTS
+
+
+def cuts(sent: bytes) -> list[int]:
+    """Where a first part may end, for the server to read it alone: nowhere, amidst, about the size of the largest head
+    that is taken, and just short of all that one read takes."""
+    return [0, len(sent) // 2, *(first for first in (40_000, MAX_HEAD_BYTES, 250_000) if first < len(sent))]
+
 
 @pytest.fixture(scope="module")
 def server(tiny_bundle: Bundle) -> Iterator[Process]:
@@ -220,10 +229,13 @@ async def exchange(server: Process, *parts: bytes, pause: float = 0.0, quiet: fl
     return answers(received)
 
 
-@pytest.mark.parametrize("name", [*NO_HTTP, *REQUESTS])
-async def test_whatever_comes_gets_its_answers_and_the_next_request_is_served(server: Process, name: str) -> None:
-    sent, statuses = (NO_HTTP | REQUESTS)[name]
-    got = await exchange(server, sent)
+@pytest.mark.parametrize(("name", "first"), [(name, first) for name in SENT for first in cuts(SENT[name][0])])
+async def test_whatever_comes_however_it_arrives_gets_its_answers_and_the_next_request_is_served(
+    server: Process, name: str, first: int
+) -> None:
+    sent, statuses = SENT[name]
+    parts = [sent[:first], sent[first:]] if first else [sent]
+    got = await exchange(server, *parts, pause=0.1 if first else 0.0)
     for answer in got:
         check(answer)
     assert tuple(answer.status for answer in got) == statuses
@@ -338,7 +350,7 @@ async def test_nothing_grows(server: Process) -> None:
             async with turns:
                 await exchange(server, sent)
 
-        await asyncio.gather(*(one(sent) for sent, _ in (NO_HTTP | REQUESTS).values()))
+        await asyncio.gather(*(one(sent) for sent, _ in SENT.values()))
         assert (await classify(server, "a film")).status == 200
 
     def used() -> tuple[int, int, int]:
