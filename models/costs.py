@@ -64,6 +64,12 @@ def full_depth_cost(architecture: Architecture, tokens: int) -> float:
     return float(exit_costs(architecture, tokens)[-1] - reading_costs(architecture, tokens)[:-1].sum())
 
 
+def attention_share(architecture: Architecture, tokens: int) -> float:
+    """The part of a layer's cost that grows with the square of a text's ``tokens``: what an empty place costs where
+    only attention puts texts side by side in rows of ``tokens`` places, in units of a token."""
+    return 2.0 * tokens * tokens * architecture.hidden_size / layer_cost(architecture, tokens)
+
+
 def _row(architecture: Architecture, tokens: int) -> int:
     """One row through a layer: query and output projection, feed-forward, attention to ``tokens`` tokens."""
     h, i = architecture.hidden_size, architecture.intermediate_size

@@ -13,7 +13,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -237,8 +237,9 @@ class DeviceRunner:
     def measure(
         self, max_batch_tokens: int, max_batch_texts: int, seconds: float, *, rounds: int = MEASURING_ROUNDS
     ) -> LatencyTable:
-        """:meth:`WarmUp.measure`."""
-        return self._warm_up.measure(self, max_batch_tokens, max_batch_texts, seconds, rounds)
+        """:meth:`WarmUp.measure`. Inside, a micro-batch is padded: an empty place is computed like a token."""
+        table = self._warm_up.measure(self, max_batch_tokens, max_batch_texts, seconds, rounds)
+        return replace(table, padding=1.0)
 
     def capture(self, max_batch_tokens: int, seconds: float) -> int:
         """Captures CUDA graphs of micro-batches of every size up to ``max_batch_tokens``, the smallest first, until

@@ -6,7 +6,7 @@ Pure data: whoever measures hands the measurements in; scheduling, deadlines, ad
 import statistics
 from bisect import bisect_left, bisect_right
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -29,9 +29,8 @@ class Measurement:
 class LatencyTable:
     """``seconds [E, B, T]`` of a run of each segment on ``texts [B]`` texts that have ``tokens [T]`` tokens in all.
 
-    The texts are of equal length. For attention a graph gathers the texts of a run into rows as long as the longest
-    (docs/decisions/0003), so texts of different lengths take longer: each empty place there counts as ``padding``
-    tokens.
+    The texts are of equal length. Others take longer, for they stand in rows as long as the longest, in attention
+    (docs/decisions/0003) or throughout: each empty place there counts as ``padding`` tokens.
     Both axes increase strictly, and seconds never fall along them: more work is never predicted to take less time,
     whatever the noise of a measurement. Raises :class:`ValueError` where that does not hold.
     """
@@ -138,16 +137,6 @@ class LatencyTable:
         """As plain lists, for JSON."""
         axes = {"texts": self.texts.tolist(), "tokens": self.tokens.tolist()}
         return {**axes, "padding": self.padding, "seconds": self.seconds.tolist()}
-
-    def with_padding(self, lengths: Sequence[int], seconds: Sequence[float]) -> "LatencyTable":
-        """This table with the ``padding`` that explains why each segment ``[E]`` took ``seconds`` on texts of these
-        unequal ``lengths``."""
-        tokens, empty = sum(lengths), len(lengths) * max(lengths) - sum(lengths)
-        segments = range(1, self.segments + 1)
-        equal = sum(self.seconds_of(segment, len(lengths), tokens) for segment in segments)
-        padded = sum(self.seconds_of(segment, len(lengths), tokens + empty) for segment in segments)
-        share = (sum(seconds) - equal) / (padded - equal) if padded > equal else 0.0
-        return replace(self, padding=min(1.0, max(0.0, share)))
 
     @property
     def segments(self) -> int:

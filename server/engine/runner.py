@@ -7,7 +7,7 @@ text, so that survivors of different micro-batches are regrouped by joining thei
 
 import itertools
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -15,10 +15,11 @@ from numpy.typing import NDArray
 
 from models.architecture import Architecture
 from models.bundle import READ, Bundle, Precision, segment_io, state_names
+from models.costs import attention_share
 from server.engine.latency import LatencyTable
 from server.engine.request import State, Work
 from server.engine.sessions import can_pass, check_session, open_on, open_session
-from server.engine.warmup import MEASURING_ROUNDS, WarmUp
+from server.engine.warmup import MEASURING_ROUNDS, WarmUp, run_clock
 
 _NOT = np.array(False)
 
@@ -125,30 +126,35 @@ class Runner:
     def measure(
         self, max_batch_tokens: int, max_batch_texts: int, seconds: float, *, rounds: int = MEASURING_ROUNDS
     ) -> LatencyTable:
-        """:meth:`WarmUp.measure`."""
-        return self._warm_up.measure(self, max_batch_tokens, max_batch_texts, seconds, rounds)
+        """:meth:`WarmUp.measure`. In packs only attention knows empty places, and their cost is reckoned: measured, one
+        burst of noise would forbid company that pays."""
+        clock = run_clock(self.threads)
+        table = self._warm_up.measure(self, max_batch_tokens, max_batch_texts, seconds, rounds, clock)
+        return replace(table, padding=attention_share(self._architecture, self._architecture.max_length))
 
     def fit_lone_threads(self, most: int) -> dict[int, list[float]]:
         """Measures a text of middle length on 1, 2, 4 ... threads, up to ``most``, and keeps for lone runs of each
         segment the number that suits it: a peek into the first layer is over before a second thread is awake.
 
-        More threads must earn a tenth of the time each time they double: what they take, no other process has. Returns
-        the seconds measured of each segment by number of threads.
+        More threads must earn a tenth of the time each time they double: what they take, no other process has, and
+        where others keep the CPUs busy they earn nothing. Returns the seconds measured of each segment by number of
+        threads.
         """
         lengths = [min(32, self._architecture.max_length)]
 
-        def best() -> list[float]:
+        def best(threads: int) -> list[float]:
+            clock = run_clock(threads)
             self._warm_up.time(self, lengths, lone=True)
-            rounds = [[one.seconds for one in self._warm_up.time(self, lengths, lone=True)] for _ in range(3)]
-            return [min(taken) for taken in zip(*rounds, strict=True)]
+            runs = [self._warm_up.time(self, lengths, lone=True, clock=clock) for _ in range(3)]
+            return [min(one.seconds for one in taken) for taken in zip(*runs, strict=True)]
 
         self.widen(self.threads)
-        measured, threads = {self.threads: best()}, 2 * self.threads
+        measured, threads = {self.threads: best(self.threads)}, 2 * self.threads
         kept, chosen = list(self._lone_sessions), list(self.lone_threads)
         earning = set(range(len(kept)))
         while threads <= most and earning:
             self.widen(threads)
-            measured[threads] = best()
+            measured[threads] = best(threads)
             earning = {at for at in earning if measured[threads][at] <= 0.9 * measured[threads // 2][at]}
             for at in earning:
                 kept[at], chosen[at] = self._lone_sessions[at], threads

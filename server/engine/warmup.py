@@ -1,7 +1,7 @@
 """The first runs of a model: on blank texts, before any request, to check what comes out and time how long it takes."""
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -15,6 +15,18 @@ from server.engine.sessions import one_line
 
 # More than these change a median little, and a fast model need not be measured until its time is up.
 MEASURING_ROUNDS = 5
+
+Clock = Callable[[], float]
+
+
+def run_clock(threads: int) -> Clock:
+    """What times runs of so many threads, in seconds.
+
+    One thread is the caller's own, and its CPU time is what a run takes on a CPU that it shares with nobody: a server
+    that starts beside busy neighbours learns the same as in peace. Of several threads only the wall knows when the last
+    has ended.
+    """
+    return time.thread_time if threads == 1 else time.perf_counter
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,38 +74,38 @@ class WarmUp:
         max_batch_texts: int,
         seconds: float,
         rounds: int = MEASURING_ROUNDS,
+        clock: Clock = time.perf_counter,
     ) -> LatencyTable:
-        """How long runs of several sizes take, measured for about ``seconds`` and at most ``rounds`` times each, the
-        smallest first: larger ones can be told from them where the time is up. One is a pack of unequal lengths, which
-        says what an empty place in attention costs."""
+        """How long runs of several sizes take by ``clock``, measured for about ``seconds`` and at most ``rounds`` times
+        each, the smallest first: larger ones can be told from them where the time is up."""
         end = time.perf_counter() + seconds
         longest = min(self._limit, max_batch_tokens)
-        unequal = _unequal(max_batch_tokens, max_batch_texts, longest)
-        sizes = sorted([*_sizes(max_batch_tokens, max_batch_texts, longest), unequal], key=sum)
+        sizes = sorted(_sizes(max_batch_tokens, max_batch_texts, longest), key=sum)
         measured: list[Measurement] = []
-        of_unequal: list[list[float]] = []
         per_token = 0.0
         for lengths in sizes * rounds:
             if measured and time.perf_counter() + per_token * sum(lengths) > end:
                 break
-            taken = self.time(runner, lengths)
+            taken = self.time(runner, lengths, clock=clock)
             per_token = sum(one.seconds for one in taken) / sum(lengths)
-            if lengths is unequal:
-                of_unequal.append([one.seconds for one in taken])
-            else:
-                measured += taken
-        table = LatencyTable.from_measurements(measured)
-        # Least, not median: one burst of noise would forbid company that pays.
-        return table.with_padding(unequal, np.min(of_unequal, axis=0).tolist()) if of_unequal else table
+            measured += taken
+        return LatencyTable.from_measurements(measured)
 
-    def time(self, runner: SegmentRunner, lengths: Sequence[int], *, lone: bool = False) -> list[Measurement]:
+    def time(
+        self,
+        runner: SegmentRunner,
+        lengths: Sequence[int],
+        *,
+        lone: bool = False,
+        clock: Clock = time.perf_counter,
+    ) -> list[Measurement]:
         """Takes texts of these ``lengths`` through all segments, checks what comes out, and says how long each took."""
         items = [self._blank(length) for length in lengths]
         measured = []
         for segment in range(1, len(self._paths) + 1):
-            started = time.perf_counter()
+            started = clock()
             output = self._try(runner, segment, items, lone=lone)
-            measured.append(Measurement(segment, len(lengths), sum(lengths), time.perf_counter() - started))
+            measured.append(Measurement(segment, len(lengths), sum(lengths), clock() - started))
             states = output.carry(range(len(items)))
             items = [self._blank(length, state) for length, state in zip(lengths, states, strict=True)]
         return measured
@@ -134,10 +146,3 @@ def _sizes(max_batch_tokens: int, max_batch_texts: int, longest: int) -> list[li
                 sizes.append([tokens // texts] * texts)
             tokens *= 4
     return sizes or [[longest]]
-
-
-def _unequal(max_batch_tokens: int, max_batch_texts: int, longest: int) -> list[int]:
-    """Lengths of a pack of one long text and up to seven short ones, the tokens of both together alike."""
-    long = min(longest, max(1, max_batch_tokens // 8))
-    texts = min(8, max_batch_texts)
-    return [long, *[max(1, long // 7)] * (texts - 1)]

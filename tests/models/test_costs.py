@@ -3,7 +3,7 @@
 import pytest
 
 from models.architecture import Architecture, ExitSpec, Head
-from models.costs import exit_costs, layer_cost
+from models.costs import attention_share, exit_costs, layer_cost
 
 
 def build(*exits: tuple[int, Head], layers: int = 6, hidden: int = 384, embedding: int | None = None) -> Architecture:
@@ -94,6 +94,13 @@ def test_a_layer_is_one_unit() -> None:
     h, i, s = 384, 1536, 25
     literal = 4 * s * h * h + 2 * s * h * i + 2 * s * s * h
     assert layer_cost(build((6, "mean")), s) == literal
+
+
+def test_what_attention_alone_pads_costs_its_products_of_each_place() -> None:
+    architecture, h, i, s = build((6, "mean")), 384, 1536, 128
+    scores_and_values = 2 * s * h
+    assert attention_share(architecture, s) == pytest.approx(scores_and_values / (layer_cost(architecture, s) / s))
+    assert attention_share(architecture, s) == pytest.approx(2 * s * h / (4 * h * h + 2 * h * i + 2 * s * h))
 
 
 @pytest.mark.parametrize("tokens", [64, 128, 256])
