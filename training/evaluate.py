@@ -365,6 +365,8 @@ def evaluate_bundle(
         raise DataError(f"{table.source}: {manifest.name} takes {'pairs' if manifest.takes_pairs else 'single texts'}")
     texts = tokenize(table.examples, manifest.labels, bundle.encoder)
     tokens = np.asarray([len(text) for text in texts.texts], dtype=np.int64)
+    # Labels of a file are what is true, not what a model said.
+    metric = "accuracy" if bundle.calibration.metric == "agreement" else bundle.calibration.metric
     found = {}
     for precision in precisions or tuple(manifest.precisions):
         logits = run_bundle(bundle, precision, texts.texts, progress=progress)
@@ -376,7 +378,7 @@ def evaluate_bundle(
             texts.labels,
             tokens,
             manifest.architecture,
-            bundle.calibration.metric,
+            metric,
         )
         found[precision] = evaluate(split, calibration, bundle.calibration.delta)
     return {"name": manifest.name, "version": manifest.version, "source": table.source, "precisions": found}

@@ -287,6 +287,18 @@ def test_a_text_has_the_same_fp32_logits_alone_and_in_a_batch_of_real_graphs(bun
     assert together == pytest.approx(alone, abs=1e-4)
 
 
+def test_labels_of_a_file_are_the_truth_also_where_the_metric_of_a_bundle_is_agreement(
+    bundle: Bundle,
+) -> None:
+    retrofitted = bundle.calibration.model_copy(update={"metric": "agreement"})
+    of_labels, of_answers = (
+        evaluate_bundle(Bundle(bundle.path, bundle.manifest, calibration, bundle.encoder), table(60, 9))["precisions"]
+        for calibration in (bundle.calibration, retrofitted)
+    )
+    assert of_labels["fp32"]["metric"] == of_answers["fp32"]["metric"] == "accuracy"
+    assert of_labels == of_answers
+
+
 def test_a_bundle_is_evaluated_in_each_precision_by_its_own_calibration(bundle: Bundle) -> None:
     labelled = table(60, 9)
     found = evaluate_bundle(bundle.path, labelled)
