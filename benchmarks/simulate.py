@@ -89,7 +89,7 @@ def run(options: argparse.Namespace) -> None:
     if options.batching_gain:
         mean = round(float(profile.tokens.mean()))
         latency = batching_like(latency, options.batching_gain, tokens=mean, largest=options.max_batch_texts)
-    service = Service(options.workers, options.front_ms / 1000)
+    service = Service(options.workers, options.front_ms / 1000, options.cpus)
     began, events = time.perf_counter(), 0
     crowd = Arrivals(clients=4 * options.workers * options.max_batch_texts)
     texts = min(options.texts, 20_000 * max(1, options.workers // 8))
@@ -221,6 +221,7 @@ def parser() -> argparse.ArgumentParser:
     one.add_argument("--no-share", action="store_true", help="a free worker takes all that fits, whoever else is free")
     one.add_argument("--mix-lengths", action="store_true", help="company by age alone, whatever its lengths cost")
     one.add_argument("--front-ms", type=float, default=0.0, help="of the one event loop for each text")
+    one.add_argument("--cpus", type=float, help="that workers and event loop share; default: enough for all")
     one.add_argument("--max-queue", type=int, help="refuse while so many texts are in the house")
     one.add_argument("--deadline-ms", type=float, help="of every text; predicted-late texts are refused")
     one.add_argument("--batching-gain", type=float, help="of a device: full batches serve so many times the texts")

@@ -419,7 +419,8 @@ def _choose_lone_threads(runner: Runner, settings: Settings, cpus: int) -> None:
     if settings.lone_threads is not None:
         runner.widen(settings.lone_threads)
     elif runner.device == "cpu" and settings.measure_seconds > 0:
-        measured = runner.fit_lone_threads(min(cpus, 8))
+        # The event loop and whoever comes meanwhile need the other half (docs/decisions/0008).
+        measured = runner.fit_lone_threads(max(1, min(cpus // 2, 8)))
         for threads, seconds in measured.items():
             table = " ".join(f"{1000 * taken:.2f}" for taken in seconds)
             logger.info("a text alone on %d threads: %s ms by segment", threads, table)

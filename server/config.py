@@ -68,7 +68,7 @@ class Settings(BaseSettings):
         ge=1,
         le=1024,
         description="CPU threads inside a run that has the machine to itself (where that is more than threads, a "
-        "second set of sessions); none measures what helps, up to 8",
+        "second set of sessions); none measures what helps, up to half of the CPUs and 8",
     )
     measure_seconds: float = Field(
         default=0.4,

@@ -63,10 +63,14 @@ class Arrivals:
 @dataclass(frozen=True, slots=True)
 class Service:
     """What surrounds the scheduler: how many texts run at once, ``front_seconds`` that the one event loop spends on
-    each text before it is queued, and what may be refused (``max_queue`` texts in the house, or predicted late)."""
+    each text before it is queued, and what may be refused (``max_queue`` texts in the house, or predicted late).
+
+    The event loop and the workers share ``cpus`` evenly where there are fewer of them (None: nobody waits for a CPU).
+    """
 
     workers: int
     front_seconds: float = 0.0
+    cpus: float | None = None
     max_queue: int | None = None
     deadline_seconds: float | None = None
 
@@ -138,6 +142,7 @@ def simulate(
     if profile.exits.max() > latency.segments:
         raise ValueError(f"the profile has {profile.exits.max()} exits, the latency table {latency.segments} segments")
     coming = _Coming(arrivals, texts, draw, service.front_seconds)
+    clock = _Clock(service.cpus)
     seconds, passed = np.full(texts, np.nan), np.zeros(texts, dtype=np.int64)
     runs, ran = [0] * latency.segments, [0] * latency.segments
     ending: list[tuple[float, int, int, Sequence[_Text]]] = []
@@ -147,17 +152,23 @@ def simulate(
     free, last, busy = service.workers, 0.0, 0.0
 
     while True:
-        ends = ending[0][0] if ending else np.inf
-        now = min(coming.next, ends)
+        clock.share(service.workers - free + coming.working)
+        ends = clock.when(ending[0][0]) if ending else np.inf
+        comes = clock.when(coming.ends) if coming.working else np.inf
+        now = min(coming.starts, comes, ends)
         if now == np.inf:
             break
+        clock.move_to(max(clock.now, now))
+        if now == coming.starts:
+            coming.start(clock.work)
+            continue
         while expiring and expiring[0].deadline < now:
             late = expiring.popleft()
             if not late.done:
                 late.done = True
                 inside -= 1
                 scheduler.remove(late)
-        if coming.next <= ends:
+        if comes <= ends:
             arrival, started = coming.take()
             deadline = None if service.deadline_seconds is None else started + service.deadline_seconds
             if (service.max_queue is not None and inside >= service.max_queue) or (
@@ -202,12 +213,34 @@ def simulate(
             busy += lasts
             runs[picked.segment - 1] += 1
             ran[picked.segment - 1] += len(picked.items)
-            heapq.heappush(ending, (now + lasts, next(number), picked.segment, picked.items))
+            heapq.heappush(ending, (clock.work + lasts, next(number), picked.segment, picked.items))
     return Simulated(seconds, passed, refused, np.array(runs), np.array(ran), busy, last, events)
 
 
+class _Clock:
+    """The time ``now``, and the seconds of ``work`` that whoever works has done by then: fewer where several share a
+    CPU. All share alike, so one count of work tells of each when it is done."""
+
+    def __init__(self, cpus: float | None) -> None:
+        self.now = self.work = 0.0
+        self._cpus = cpus
+        self._rate = 1.0
+
+    def share(self, working: int) -> None:
+        """From now on so many work at once."""
+        self._rate = 1.0 if self._cpus is None or working <= self._cpus else self._cpus / working
+
+    def when(self, work: float) -> float:
+        """When as much ``work`` will be done, if nothing changes until then."""
+        return self.now + (work - self.work) / self._rate
+
+    def move_to(self, time: float) -> None:
+        self.work += (time - self.now) * self._rate
+        self.now = time
+
+
 class _Coming:
-    """When the next text comes out of the event loop, which takes them one by one in the order they were sent."""
+    """Texts that were sent; the event loop takes them one by one, in that order."""
 
     def __init__(self, arrivals: Arrivals, texts: int, draw: np.random.Generator, front_seconds: float) -> None:
         if arrivals.rate is not None:
@@ -221,26 +254,30 @@ class _Coming:
         self._more = texts - len(self._sent)
         self._front = front_seconds
         self._taken = 0
-        self._free = 0.0
-        self._look()
+        self.working = False
+        # By the count of work: when the event loop will be done with the text that it works on.
+        self.ends = 0.0
 
-    def _look(self) -> None:
-        self.next = max(self._sent[0], self._free) + self._front if self._sent else np.inf
+    @property
+    def starts(self) -> float:
+        """When the event loop takes up the next text, as far as is known."""
+        return self._sent[0] if self._sent and not self.working else np.inf
+
+    def start(self, work: float) -> None:
+        """The event loop takes up the next text, ``work`` having been done by now."""
+        self.working, self.ends = True, work + self._front
 
     def take(self) -> tuple[int, float]:
-        """Number and sending time of the text that comes at ``next``."""
-        self._free = self.next
-        started = self._sent.popleft()
+        """Number and sending time of the text that the event loop is done with."""
+        self.working = False
         self._taken += 1
-        self._look()
-        return self._taken - 1, started
+        return self._taken - 1, self._sent.popleft()
 
     def answered(self, now: float) -> None:
         """An answer went out at ``now``: where clients wait for answers, one sends its next text."""
         if self._more:
             self._more -= 1
             self._sent.append(now)
-            self._look()
 
 
 def batching_like(latency: LatencyTable, gain: float, *, tokens: int, largest: int) -> LatencyTable:

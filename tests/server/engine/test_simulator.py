@@ -74,10 +74,19 @@ def test_texts_that_wait_go_together() -> None:
     assert (found.runs.tolist(), found.ran.tolist()) == ([2], [3])
 
 
-def test_the_event_loop_takes_texts_one_by_one() -> None:
-    service = Service(workers=4, front_seconds=0.5)
+@pytest.mark.parametrize(
+    ("cpus", "expected"),
+    [
+        (None, [1.5, 2.0, 1.5]),
+        (5, [1.5, 2.0, 1.5]),
+        # The first is out at 0.5 and shares with the second in the event loop until 1.5, and with its run until 2.5.
+        (1, [2.5, 3.0, 1.5]),
+    ],
+)
+def test_the_event_loop_takes_texts_one_by_one_and_shares_the_cpus(cpus: float | None, expected: list[float]) -> None:
+    service = Service(workers=4, front_seconds=0.5, cpus=cpus)
     found = _run(_table(1.0), _profile(1), Arrivals(times=[0.0, 0.0, 5.0]), texts=3, service=service)
-    assert found.seconds.tolist() == [1.5, 2.0, 1.5]
+    assert found.seconds.tolist() == pytest.approx(expected)
 
 
 def test_a_client_sends_its_next_text_when_it_has_its_answer() -> None:
