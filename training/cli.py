@@ -372,7 +372,7 @@ def report(
     from training.checkpoint import replace_text
     from training.figures import draw
     from training.findings import collect, read_csvs, write_csvs
-    from training.findings import report as in_words
+    from training.tables import report as in_words
 
     if folders:
         write_csvs(collect(folders, embed=embed), output)

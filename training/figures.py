@@ -7,8 +7,9 @@ import matplotlib
 import numpy as np
 from matplotlib.figure import Figure
 
-from training.findings import BIN, Findings, Place, Point, angle_counts, by_weight, contrast_name, is_single, ordered
+from training.findings import BIN, Findings, Place, Point, is_single
 from training.report import PLOT_STYLE, metric_label, quality_speed_axes, rendered, tidy
+from training.tables import angle_counts, by_weight, contrast_name, ordered
 
 # Okabe and Ito's palette, told apart with any colour vision; the method that the others are measured by in black.
 COLOURS = {

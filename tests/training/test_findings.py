@@ -13,18 +13,9 @@ from offramp import run
 from tests.training.toy import LABELS, toy_backbone, toy_examples
 from training.data import DataError
 from training.figures import draw
-from training.findings import (
-    Angles,
-    Findings,
-    Score,
-    by_weight,
-    collect,
-    differences,
-    read_csvs,
-    report,
-    write_csvs,
-)
+from training.findings import Angles, Findings, Score, collect, read_csvs, write_csvs
 from training.sweep import ANSWERS_NAME, Cell, run_cell
+from training.tables import by_weight, differences, report
 from training.trainer import TrainingSettings
 
 
