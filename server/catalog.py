@@ -90,6 +90,7 @@ class ServedModel:
     max_tokens: int
     engine: Engine
     metrics: ModelMetrics
+    promises: Promises
     users: Users = field(default_factory=Users)
 
     @property
@@ -99,10 +100,6 @@ class ServedModel:
     @property
     def version(self) -> str:
         return self.bundle.manifest.version
-
-    @property
-    def promises(self) -> Promises:
-        return self.metrics.promises
 
     @property
     def calibration(self) -> PrecisionCalibration:
@@ -316,7 +313,8 @@ def _open(
             _choose_lone_threads(runner, settings, cpus)
     calibration = bundle.calibration.precisions[precision]
     tiers = _tiers(calibration)
-    observer = metrics.for_model(manifest.name, manifest.architecture, tiers, fall_back=settings.shadow_fall_back)
+    promises = Promises(tiers, fall_back=settings.shadow_fall_back)
+    observer = metrics.for_model(manifest.name, manifest.architecture, tiers, promises)
     encoder = bundle.encoder if settings.max_tokens is None else bundle.encoder.limited_to(settings.max_tokens)
     engine = Engine(
         runner=runner if turns is None or not on_cpu else _InTurn(runner, turns),
@@ -365,6 +363,7 @@ def _open(
         max_tokens=encoder.max_length,
         engine=engine,
         metrics=observer,
+        promises=promises,
     )
 
 

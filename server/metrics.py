@@ -190,11 +190,11 @@ class Metrics:
         return self.request_seconds.labels(model, route)
 
     def for_model(
-        self, model: str, architecture: Architecture, tiers: tuple[float, ...], *, fall_back: bool = False
+        self, model: str, architecture: Architecture, tiers: tuple[float, ...], promises: Promises
     ) -> "ModelMetrics":
-        """The metrics of one model; ``tiers`` are its certified qualities, served at full depth once they are found
-        broken where ``fall_back`` says so."""
-        return ModelMetrics(self, model, architecture, tiers, fall_back)
+        """The metrics of one model; ``tiers`` are its certified qualities, and ``promises`` keeps count of the checks
+        on them."""
+        return ModelMetrics(self, model, architecture, tiers, promises)
 
     def read(self, gauge: Gauge, function: Callable[[], float]) -> None:
         """From here on ``gauge`` is what ``function`` says: at every scrape, or of several processes every second."""
@@ -284,7 +284,7 @@ class ModelMetrics:
     """
 
     def __init__(
-        self, metrics: Metrics, model: str, architecture: Architecture, tiers: tuple[float, ...], fall_back: bool
+        self, metrics: Metrics, model: str, architecture: Architecture, tiers: tuple[float, ...], promises: Promises
     ) -> None:
         self._layers = {spec.number: spec.after_layer for spec in architecture.exits}
         self._num_layers = architecture.num_layers
@@ -326,7 +326,7 @@ class ModelMetrics:
         }
         self._evidence: dict[float, Gauge] = {}
         self._lowered = {tier: metrics.lowered.labels(model, tier_label(tier)) for tier in (None, *tiers)}
-        self.promises = Promises(tiers, fall_back=fall_back)
+        self._promises = promises
         for route in CLASSIFY_ROUTES:
             metrics.create_route(route, CLASSIFY_CODES, model)
 
@@ -383,12 +383,12 @@ class ModelMetrics:
     def checked(self, tier: float, agrees: bool) -> None:
         """A shadow check of an answer under ``tier``."""
         self._shadow[tier, agrees].inc()
-        known = self.promises.broken(tier)
-        evidence = self.promises.record(tier, agrees)
+        known = self._promises.broken(tier)
+        evidence = self._promises.record(tier, agrees)
         if tier in self._evidence:
             # A version that another has replaced still finishes its checks.
             self._evidence[tier].set(evidence)
-        if self.promises.broken(tier) and not known:
+        if self._promises.broken(tier) and not known:
             logger.warning(
                 "%s: quality %g is not kept here: too many shadow checks disagree with the last exit", self._model, tier
             )
