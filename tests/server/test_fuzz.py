@@ -243,6 +243,24 @@ async def test_whatever_comes_however_it_arrives_gets_its_answers_and_the_next_r
     assert (await classify(server, "a film")).status == 200
 
 
+async def test_an_answer_comes_in_one_piece(server: Process) -> None:
+    reader, writer = await asyncio.open_connection(*server.address)
+    for _ in range(20):
+        writer.write(KEPT)
+        assert [answer.status for answer in answers(await reader.read(MIB))] == [200]
+    writer.close()
+
+
+async def test_the_answer_to_head_is_a_head_and_the_next_request_is_answered(server: Process) -> None:
+    reader, writer = await asyncio.open_connection(*server.address)
+    writer.write(b"HEAD / HTTP/1.1\r\nHost: x\r\n\r\n")
+    head = await reader.readuntil(b"\r\n\r\n")
+    assert re.match(rb"HTTP/1\.1 \d{3} ", head)
+    writer.write(LIVE)
+    assert (await reader.readuntil(b"\r\n\r\n")).startswith(b"HTTP/1.1 200 OK")
+    writer.close()
+
+
 def mutated(chance: random.Random, request: bytes) -> bytes:
     """``request`` with one to four accidents."""
     data = bytearray(request)
