@@ -196,17 +196,16 @@ def to_json(document: Any, headers: dict[str, str] | None = None) -> Response:
 async def _body(request: Request, settings: Settings) -> bytes:
     """The whole body. Raises :class:`ApiError`: 413 as soon as it is known to be too large, 408 where it is slow."""
     limit, seconds = settings.max_body_bytes, settings.request_timeout_seconds
-    problem = ApiError(413, f"the body exceeds {limit} bytes (OFFRAMP_MAX_BODY_BYTES)")
     declared = request.headers.get("content-length", "")
     if declared.isdecimal() and int(declared[:19]) > limit:
-        raise problem
+        raise _too_large(limit)
     chunks, size = [], 0
     try:
         async with asyncio.timeout(seconds):
             async for chunk in request.stream():
                 size += len(chunk)
                 if size > limit:
-                    raise problem
+                    raise _too_large(limit)
                 chunks.append(chunk)
     except TimeoutError:
         raise ApiError(
@@ -215,6 +214,10 @@ async def _body(request: Request, settings: Settings) -> bytes:
             headers={"Connection": "close"},
         ) from None
     return b"".join(chunks)
+
+
+def _too_large(limit: int) -> ApiError:
+    return ApiError(413, f"the body exceeds {limit} bytes (OFFRAMP_MAX_BODY_BYTES)")
 
 
 class _Departure:
