@@ -14,7 +14,7 @@ from models.bundle import Bundle, BundleError, Precision, PrecisionCalibration
 from models.costs import exit_costs, layer_cost, reading_costs
 from server.api.depth import calibrated_shares
 from server.config import Settings, StartError
-from server.cpus import Turns, cpu_allowance, split_cpus
+from server.cpus import Turns, cpu_allowance, most_lone_threads, split_cpus
 from server.engine.cuda import CudaVersions
 from server.engine.engine import Engine
 from server.engine.latency import LatencyTable
@@ -417,9 +417,8 @@ def _measure(opened: Runtime, settings: Settings, name: str) -> LatencyTable | N
 def _choose_lone_threads(runner: Runner, settings: Settings, cpus: int) -> None:
     if settings.lone_threads is not None:
         runner.widen(settings.lone_threads)
-    elif runner.device == "cpu" and settings.measure_seconds > 0:
-        # The event loop and whoever comes meanwhile need the other half (docs/decisions/0008).
-        measured = runner.fit_lone_threads(max(1, min(cpus // 2, 8)))
+    elif runner.device == "cpu" and settings.measure_seconds > 0 and most_lone_threads(cpus) > runner.threads:
+        measured = runner.fit_lone_threads(most_lone_threads(cpus))
         for threads, seconds in measured.items():
             table = " ".join(f"{1000 * taken:.2f}" for taken in seconds)
             logger.info("a text alone on %d threads: %s ms by segment", threads, table)

@@ -19,8 +19,19 @@ MOST_RUNS = 16
 def cpu_allowance(cgroup_root: Path = Path("/sys/fs/cgroup"), self_cgroup: Path = Path("/proc/self/cgroup")) -> int:
     """Whole CPUs that this process may use, at least 1: its affinity, or its cgroup quota (rounded up) if less."""
     affinity = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    return max(1, math.ceil(min(affinity, cpu_quota(cgroup_root, self_cgroup))))
+
+
+def cpu_quota(cgroup_root: Path = Path("/sys/fs/cgroup"), self_cgroup: Path = Path("/proc/self/cgroup")) -> float:
+    """CPUs that the cgroup quota allows this process, which may be less than one; infinite without a quota."""
     quota = _cgroup_quota(cgroup_root, self_cgroup)
-    return max(1, affinity if quota is None else min(affinity, math.ceil(quota)))
+    return math.inf if quota is None else quota
+
+
+def most_lone_threads(cpus: int) -> int:
+    """Of ``cpus`` CPUs those that a run may take which has the machine to itself: the event loop, the client and
+    whoever comes meanwhile need the others (docs/decisions/0008). More than 8 never helped."""
+    return max(1, min(cpus // 2, 8))
 
 
 def split_cpus(cpus: int, runs: int | None, threads: int | None) -> tuple[int, int]:

@@ -15,6 +15,7 @@ MAX_HEAD_BYTES = 64 * 1024
 # What a client that was answered before its request was complete may still send, to get at its answer.
 MAX_DROPPED_BYTES = 64 * 1024 * 1024
 _UPGRADE = re.compile(rb"(?i)(?<=\n)upgrade(?=[ \t]*:)")
+_UPGRADE_MESSAGE = "Upgrade behind a body, or in parts: nothing is upgraded here"
 _CONTINUE = b"HTTP/1.1 100 Continue\r\n\r\n"
 _PHRASES = {400: b"Bad Request", 408: b"Request Timeout", 431: b"Request Header Fields Too Large"}
 
@@ -28,9 +29,9 @@ class BoundedHttp(HttpToolsProtocol):
     """Uvicorn's protocol, with these differences.
 
     - 431 where a request's head, its trailers or what frames one chunk exceed ``MAX_HEAD_BYTES``, however the bytes
-      arrive; behind another request or a body, where what came before is not told apart, by as much again at most. 408
-      where the head has not arrived ``head_seconds`` after its first byte. A connection that sends nothing at all is
-      closed after that time (between requests uvicorn's own, shorter time holds).
+      arrive; behind a body, whose end is not seen, by as much again at most. 408 where the head has not arrived
+      ``head_seconds`` after its first byte. A connection that sends nothing at all is closed after that time (between
+      requests uvicorn's own, shorter time holds).
     - What is no HTTP gets 400 in our shape, once the requests before it have been answered.
     - Whoever is answered before the request was complete gets ``Connection: close``. After the last answer of a
       connection what is still being sent is read and dropped until the client closes too, up to ``MAX_DROPPED_BYTES``
@@ -46,8 +47,12 @@ class BoundedHttp(HttpToolsProtocol):
         self._seconds = head_seconds
         self._timer: asyncio.TimerHandle | None = None
         self._in_head = self._in_message = False
-        # Since the last byte of a body: of a head, of trailers, of what frames chunks.
+        # Of the head, and behind it since the last byte of the body: of trailers, of what frames chunks.
         self._bytes = 0
+        # Whether what is being parsed begins with a head, so that all of it counts as one's.
+        self._begins_with_head = False
+        # httptools reads nothing right that follows an Upgrade header which it was shown.
+        self._upgrading = False
         self._keep_alive = self._ending = self._lingering = False
         self._dropped = 0
         # The request in work, or the last one that was: uvicorn's own ``cycle`` is the last that came.
@@ -74,24 +79,35 @@ class BoundedHttp(HttpToolsProtocol):
             if self._dropped > MAX_DROPPED_BYTES:
                 self._socket.close()
             return
-        if self._in_head or not self._in_message:
-            data = _without_upgrade(data)
-        # Up to the byte that is one too many: a longer read could hold the rest of a head that is too long, and its
-        # request would be in work, or refused for something else, before we saw its size.
         start = 0
-        while start < len(data) and self._refusal is None and not self.is_closing:
-            end = start + MAX_HEAD_BYTES + 1 - (self._bytes if self._in_message else 0)
-            self._bytes += len(data[start:end])
-            super().data_received(data[start:end])
-            start = end
-            if self._in_message and self._bytes > MAX_HEAD_BYTES and not self.is_closing:
+        while start < len(data) and not self._reads_no_more:
+            self._begins_with_head = not self._in_message
+            if self._begins_with_head:
+                self._bytes = 0
+            elif self._bytes >= MAX_HEAD_BYTES:
                 error = f"request line and headers exceed {MAX_HEAD_BYTES} bytes"
                 self._refuse(ApiError(431, error, type="too_large"))
+                return
+            # No more than may come: a longer part could hold the rest of a head that is too long, and its request would
+            # be in work, or refused for something else, before we saw its size.
+            stop = start + MAX_HEAD_BYTES - self._bytes
+            if self._begins_with_head or self._in_head:
+                end = data.find(b"\r\n\r\n", start, stop)
+                part = _without_upgrade(data[start : stop if end < 0 else end + 4])
+            else:
+                part = data[start:stop]
+            start += len(part)
+            self._bytes += len(part)
+            super().data_received(part)
+            if self._upgrading and self._in_message:
+                self._refuse(ApiError(400, _UPGRADE_MESSAGE))
 
     def on_message_begin(self) -> None:
         self._in_head = self._in_message = True
-        # A read in which a head begins may be mostly the body before it.
-        self._bytes = 0
+        if not self._begins_with_head:
+            # What it begins in may be mostly the body before it.
+            self._bytes = 0
+        self._begins_with_head = False
         if self._timer is None:
             self._start_timer(self._too_late)
         super().on_message_begin()
@@ -101,6 +117,10 @@ class BoundedHttp(HttpToolsProtocol):
         if not self.pipeline:
             self._in_work = self.cycle
         self._in_head = False
+        self._bytes = 0
+        if self.parser.should_upgrade():
+            # The last request that is read here.
+            self._upgrading = self._ending = True
         self._stop_timer()
         # Until all of it is here: an answer before that is the last one.
         self._keep_alive, self.cycle.keep_alive = self.cycle.keep_alive, False
@@ -143,6 +163,10 @@ class BoundedHttp(HttpToolsProtocol):
     def is_closing(self) -> bool:
         return self._lingering or self._socket.is_closing()
 
+    @property
+    def _reads_no_more(self) -> bool:
+        return self._refusal is not None or self._upgrading or self.is_closing
+
     def _start_timer(self, then: Any) -> None:
         self._timer = self.loop.call_later(self._seconds, then)
 
@@ -157,6 +181,7 @@ class BoundedHttp(HttpToolsProtocol):
             self._refuse(ApiError(408, f"the request did not arrive within {self._seconds:g} s"))
         else:
             # Nothing to answer yet, or the answer to the request before is still being written.
+            self._writer.end()
             self._socket.close()
 
     def _refuse(self, error: ApiError) -> None:
@@ -170,6 +195,7 @@ class BoundedHttp(HttpToolsProtocol):
             cycle.disconnected = True
             cycle.message_event.set()
             if cycle.response_started:
+                self._writer.end()
                 self._socket.close()
             else:
                 self._answer(error)
@@ -237,12 +263,10 @@ class _Transport:
         return self._protocol.is_closing
 
 
-def _without_upgrade(data: bytes) -> bytes:
-    """``data``, which begins in a request's head, with an ``Upgrade`` header of that head under a name that means
-    nothing.
+def _without_upgrade(head: bytes) -> bytes:
+    """``head``, part of a request's, with its ``Upgrade`` header under a name that means nothing and is as long.
 
     We upgrade to nothing, so it is to be ignored (RFC 9110, 7.8); httptools drops the body of a request that has it.
     Java's own client sends ``Upgrade: h2c`` with every first request.
     """
-    head, end, rest = data.partition(b"\r\n\r\n")
-    return _UPGRADE.sub(b"Ignored", head) + end + rest
+    return _UPGRADE.sub(b"Ignored", head)

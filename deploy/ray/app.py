@@ -17,7 +17,7 @@ from starlette.responses import JSONResponse, Response
 from deploy.ray.targets import Targets
 from server.app import create_app, load_bundles
 from server.config import Settings, load_settings
-from server.cpus import split_cpus
+from server.cpus import most_lone_threads, split_cpus
 from server.logs import configure_logging
 
 
@@ -76,7 +76,7 @@ def fitted(settings: Settings, cpus: int) -> Settings:
     would reach one replica, and nobody knows which.
     """
     runs, threads = split_cpus(cpus, settings.runs, settings.threads)
-    lone_threads = settings.lone_threads or cpus
+    lone_threads = settings.lone_threads or max(threads, most_lone_threads(cpus))
     fit = {
         "workers": 1,
         "runs": runs,

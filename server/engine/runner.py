@@ -21,6 +21,9 @@ from server.engine.request import State, Work
 from server.engine.sessions import can_pass, check_session, open_on, open_session
 from server.engine.warmup import MEASURING_ROUNDS, WarmUp, run_clock
 
+# A product in attention takes about so many times as long as one of the large matrices, gathers and softmax included:
+# an empty place cost 0.28 tokens where its share of the products is 0.053 (docs/decisions/0007).
+ATTENTION_SLOWNESS = 5.0
 _NOT = np.array(False)
 
 
@@ -126,11 +129,10 @@ class Runner:
     def measure(
         self, max_batch_tokens: int, max_batch_texts: int, seconds: float, *, rounds: int = MEASURING_ROUNDS
     ) -> LatencyTable:
-        """:meth:`WarmUp.measure`. In packs only attention knows empty places, and their cost is reckoned: measured, one
-        burst of noise would forbid company that pays."""
-        clock = run_clock(self.threads)
+        """:meth:`WarmUp.measure`."""
+        clock = run_clock(self.threads, self.device)
         table = self._warm_up.measure(self, max_batch_tokens, max_batch_texts, seconds, rounds, clock)
-        return replace(table, padding=attention_share(self._architecture, self._architecture.max_length))
+        return replace(table, padding=padding_in_packs(self._architecture))
 
     def fit_lone_threads(self, most: int) -> dict[int, list[float]]:
         """Measures a text of middle length on 1, 2, 4 ... threads, up to ``most``, and keeps for lone runs of each
@@ -143,7 +145,7 @@ class Runner:
         lengths = [min(32, self._architecture.max_length)]
 
         def best(threads: int) -> list[float]:
-            clock = run_clock(threads)
+            clock = run_clock(threads, self.device)
             self._warm_up.time(self, lengths, lone=True)
             runs = [self._warm_up.time(self, lengths, lone=True, clock=clock) for _ in range(3)]
             return [min(one.seconds for one in taken) for taken in zip(*runs, strict=True)]
@@ -161,6 +163,15 @@ class Runner:
             threads *= 2
         self._lone_sessions, self.lone_threads = kept, tuple(chosen)
         return measured
+
+
+def padding_in_packs(architecture: Architecture) -> float:
+    """What an empty place beside a longer text costs where only attention has empty places, in tokens.
+
+    Reckoned, not measured: what tells it from nothing is a small difference of long times, and a value that is too
+    large forbids company that pays.
+    """
+    return min(1.0, ATTENTION_SLOWNESS * attention_share(architecture, architecture.max_length))
 
 
 def _packed(parts: Sequence[NDArray[Any]]) -> NDArray[Any]:

@@ -74,6 +74,10 @@ class Service:
     max_queue: int | None = None
     deadline_seconds: float | None = None
 
+    def __post_init__(self) -> None:
+        if self.cpus is not None and not self.cpus > 0:
+            raise ValueError(f"cpus must be more than 0, not {self.cpus:g}")
+
 
 @dataclass(frozen=True, eq=False)
 class Simulated:

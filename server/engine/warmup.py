@@ -9,6 +9,7 @@ from numpy.typing import NDArray
 
 from models.bundle import Bundle, Precision
 from server.config import StartError
+from server.cpus import cpu_quota
 from server.engine.latency import LatencyTable, Measurement
 from server.engine.request import Output, SegmentRunner, State
 from server.engine.sessions import one_line
@@ -19,14 +20,17 @@ MEASURING_ROUNDS = 5
 Clock = Callable[[], float]
 
 
-def run_clock(threads: int) -> Clock:
-    """What times runs of so many threads, in seconds.
+def run_clock(threads: int, device: str) -> Clock:
+    """What times runs of so many threads on ``device``, in seconds.
 
-    One thread is the caller's own, and its CPU time is what a run takes on a CPU that it shares with nobody: a server
-    that starts beside busy neighbours learns the same as in peace. Of several threads only the wall knows when the last
-    has ended.
+    One CPU thread is the caller's own, and its CPU time is what a run takes on a CPU that it shares with nobody: a
+    server that starts beside busy neighbours learns the same as in peace. Under a quota of less than a CPU it is
+    stretched by as much. When the last of several threads has ended, or a GPU, only the wall knows.
     """
-    return time.thread_time if threads == 1 else time.perf_counter
+    if threads > 1 or device != "cpu":
+        return time.perf_counter
+    slowness = 1.0 / min(1.0, cpu_quota())
+    return lambda: slowness * time.thread_time()
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,9 +90,9 @@ class WarmUp:
         for lengths in sizes * rounds:
             if measured and time.perf_counter() + per_token * sum(lengths) > end:
                 break
-            taken = self.time(runner, lengths, clock=clock)
-            per_token = sum(one.seconds for one in taken) / sum(lengths)
-            measured += taken
+            started = time.perf_counter()
+            measured += self.time(runner, lengths, clock=clock)
+            per_token = (time.perf_counter() - started) / sum(lengths)
         return LatencyTable.from_measurements(measured)
 
     def time(

@@ -1,5 +1,6 @@
 """CPU allowance: affinity and cgroup quota, not the host's cores; and turns on it."""
 
+import math
 import os
 import threading
 import time
@@ -7,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from server.cpus import Turns, cpu_allowance, split_cpus
+from server.cpus import Turns, cpu_allowance, cpu_quota, most_lone_threads, split_cpus
 
 
 @pytest.fixture
@@ -30,6 +31,17 @@ def test_the_quota_of_cgroup_v2_counts_rounded_up(tmp_path: Path, quota: str, cp
     folder.mkdir(parents=True)
     (folder / "cpu.max").write_text(quota)
     assert cpu_allowance(tmp_path / "root", _self(tmp_path, "0::/pod")) == cpus
+
+
+def test_a_quota_of_less_than_a_cpu_is_told(tmp_path: Path) -> None:
+    (tmp_path / "cpu.max").write_text("25000 100000\n")
+    assert cpu_quota(tmp_path, tmp_path / "none") == 0.25
+    assert cpu_quota(tmp_path / "elsewhere", tmp_path / "none") == math.inf
+
+
+@pytest.mark.parametrize(("cpus", "threads"), [(1, 1), (2, 1), (3, 1), (4, 2), (8, 4), (64, 8)])
+def test_a_run_alone_leaves_half_of_the_cpus_to_the_event_loop_and_its_clients(cpus: int, threads: int) -> None:
+    assert most_lone_threads(cpus) == threads
 
 
 @pytest.mark.usefixtures("sixteen_cores")

@@ -40,6 +40,11 @@ def head(*headers: str) -> bytes:
     return (HEAD + "".join(f"{header}\r\n" for header in headers) + "\r\n").encode("latin-1")
 
 
+def _head_of(size: int) -> bytes:
+    before, after = b"GET /livez HTTP/1.1\r\nHost: x\r\nConnection: close\r\nX: ", b"\r\n\r\n"
+    return before + b"a" * (size - len(before) - len(after)) + after
+
+
 def filled(before: str, unit: str, after: str) -> bytes:
     """A body just within the server's 2 MiB, of as many units as fit."""
     return (before + unit * ((2 * MIB - len(before) - len(after)) // len(unit)) + after).encode()
@@ -48,6 +53,7 @@ def filled(before: str, unit: str, after: str) -> bytes:
 GOOD = json.dumps({"inputs": "a film"}).encode()
 KEPT = raw_request("POST", "/classify", GOOD, {"connection": "keep-alive"})
 LIVE = b"GET /livez HTTP/1.1\r\nHost: x\r\n\r\n"
+UPGRADE = b"Connection: upgrade\r\nUpgrade: h2c\r\n"
 
 # What is sent, and the statuses of the answers to it, in order.
 NO_HTTP: dict[str, tuple[bytes, tuple[int, ...]]] = {
@@ -74,6 +80,10 @@ NO_HTTP: dict[str, tuple[bytes, tuple[int, ...]]] = {
     "a chunk of negative size": (chunked(b"-5\r\nhello\r\n0\r\n\r\n"), (400,)),
     "a chunk beyond 64 bits": (chunked(b"f" * 17 + b"\r\n"), (400,)),
     "a chunk longer than its size": (chunked(b"1\r\n" + GOOD + b"\r\n0\r\n\r\n"), (400,)),
+    "a head of as many bytes as are taken": (_head_of(65_536), (200,)),
+    "a head of one byte more": (_head_of(65_537), (431,)),
+    "a head of a few more": (_head_of(70_000), (431,)),
+    "a head of twice as many": (_head_of(131_000), (431,)),
     "a long header": (head("X: " + "a" * 600_000), (431,)),
     "many headers": (head(*["X: a"] * 100_000), (431,)),
     "a long path": (b"GET /" + b"a" * 300_000 + b" HTTP/1.1\r\nHost: x\r\n\r\n", (431,)),
@@ -104,6 +114,17 @@ REQUESTS: dict[str, tuple[bytes, tuple[int, ...]]] = {
     "a request and no HTTP": (KEPT + b"\0\0\0\0\r\n\r\n", (200, 400)),
     "two requests and a long header": (KEPT + LIVE + head("X: " + "a" * 600_000), (200, 200, 431)),
     "two requests and half a head": (KEPT + LIVE + KEPT[:40], (200, 200, 408)),
+    "an upgrade behind a request": (LIVE + LIVE[:-2] + UPGRADE + b"\r\n" + post(GOOD), (200, 200, 200)),
+    "an upgrade behind a request, with a body of requests": (
+        LIVE + post(LIVE * 10_000, "Connection: upgrade", "Upgrade: h2c"),
+        (200, 400),
+    ),
+    # The last that is read there.
+    "an upgrade behind a body": (KEPT + LIVE[:-2] + UPGRADE + b"\r\n" + LIVE, (200, 200)),
+    "an upgrade behind a body, with a body of requests": (
+        KEPT + post(LIVE * 10_000, "Connection: upgrade", "Upgrade: h2c"),
+        (200, 400),
+    ),
     "two requests and a broken body": (KEPT + LIVE + chunked(b"zz\r\n"), (200, 200, 400)),
     "a declared length beyond the limit": (head(f"Content-Length: {5 * MIB}", "Connection: close"), (413,)),
     "a body beyond the limit": (post(b"a" * 5 * MIB), (413,)),
@@ -153,9 +174,9 @@ SENT = NO_HTTP | REQUESTS
 
 
 def cuts(sent: bytes) -> list[int]:
-    """Where a first part may end, for the server to read it alone: nowhere, amidst, about the size of the largest head
-    that is taken, and just short of all that one read takes."""
-    return [0, len(sent) // 2, *(first for first in (40_000, MAX_HEAD_BYTES, 250_000) if first < len(sent))]
+    """Where a first part may end, for the server to read it alone: nowhere, at once, amidst, about the size of the
+    largest head that is taken, and just short of all that one read takes."""
+    return [0, 1, len(sent) // 2, *(first for first in (40_000, MAX_HEAD_BYTES, 250_000) if first < len(sent))]
 
 
 @pytest.fixture(scope="module")

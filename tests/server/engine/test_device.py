@@ -317,7 +317,7 @@ def test_the_start_checks_and_measures_it_like_any_runner(bundle: Bundle) -> Non
     runner = open_device(bundle)
     runner.warm_up(256, 16)
     table = runner.measure(256, 8, seconds=60.0)
-    assert (table.segments, table.texts.tolist()) == (4, [1, 8])
+    assert (table.segments, table.texts.tolist(), table.padding) == (4, [1, 8], 1.0)
 
 
 def test_graphs_that_do_not_fit_the_manifest_are_refused(bundle: Bundle) -> None:

@@ -1,6 +1,8 @@
 """Sessions: their answers do not depend on company, and what does not fit stops the start."""
 
 import importlib
+import itertools
+import math
 import os
 import re
 import shutil
@@ -17,8 +19,9 @@ from models.bundle import Bundle
 from server.config import StartError
 from server.engine.latency import Measurement
 from server.engine.request import State
-from server.engine.runner import Runner, SegmentOutput
+from server.engine.runner import Runner, SegmentOutput, padding_in_packs
 from server.engine.sessions import load_onnxruntime
+from server.engine.warmup import run_clock
 from tests.server.conftest import some_texts
 from tests.tiny import VOCABULARY, write_tiny_bundle
 
@@ -31,8 +34,8 @@ class Work:
         self.state: State = ()
 
 
-def open_runner(bundle: Bundle, device: str = "cpu", threads: int = 1) -> Runner:
-    return Runner(bundle, precision=bundle.manifest.default_precision, device=device, threads=threads)
+def open_runner(bundle: Bundle, device: str = "cpu") -> Runner:
+    return Runner(bundle, precision=bundle.manifest.default_precision, device=device, threads=1)
 
 
 def _logits(runner: Runner, bundle: Bundle, texts: list[str]) -> np.ndarray:
@@ -156,7 +159,14 @@ def test_measuring_knows_every_segment_alone_and_in_company(tiny_bundle: Bundle)
     assert table.texts.tolist() == [1, 8]
     # The tiny model takes 64 tokens, so one text is measured up to 32, and eight have 512 in all.
     assert table.tokens.tolist() == [8, 32, 128, 512]
-    assert 0.0 < table.padding < 0.5
+    # So narrow a model spends its time in attention.
+    assert table.padding == 1.0
+
+
+def test_an_empty_place_beside_a_longer_text_costs_a_quarter_of_a_token_in_packs_of_minilm(tiny_bundle: Bundle) -> None:
+    widths = {"hidden_size": 384, "intermediate_size": 1536, "max_length": 128}
+    minilm = tiny_bundle.manifest.architecture.model_copy(update=widths)
+    assert padding_in_packs(minilm) == pytest.approx(0.26, abs=0.01)
 
 
 def test_a_slow_model_is_measured_on_fewer_sizes(tiny_bundle: Bundle) -> None:
@@ -164,20 +174,24 @@ def test_a_slow_model_is_measured_on_fewer_sizes(tiny_bundle: Bundle) -> None:
     assert (table.segments, len(table.texts), len(table.tokens)) == (4, 1, 1)
 
 
-def test_what_a_run_takes_does_not_depend_on_who_else_has_the_cpu(
+def test_what_a_run_takes_is_cpu_time_where_the_run_is_one_thread(
     tiny_bundle: Bundle, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    runner, run = open_runner(tiny_bundle), Runner.run
+    ticks = itertools.count()
+    monkeypatch.setattr(time, "thread_time", lambda: 0.001 * next(ticks))
+    assert np.allclose(open_runner(tiny_bundle).measure(32, 1, seconds=10.0).seconds, 0.001)
 
-    def held_up(*arguments: Any, **options: Any) -> SegmentOutput:
-        time.sleep(0.05)
-        return run(*arguments, **options)
 
-    monkeypatch.setattr(Runner, "run", held_up)
-    assert runner.measure(32, 1, seconds=10.0, rounds=1).seconds.max() < 0.05
-    # Where its own threads share the work, only the wall knows.
-    two = open_runner(tiny_bundle, threads=2)
-    assert two.measure(32, 1, seconds=10.0, rounds=1).seconds.min() >= 0.05
+def test_what_a_run_takes_is_stretched_by_a_quota_of_less_than_a_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(time, "thread_time", lambda: 1.0)
+    for quota, seconds in ((math.inf, 1.0), (1.5, 1.0), (0.25, 4.0)):
+        monkeypatch.setattr("server.engine.warmup.cpu_quota", lambda quota=quota: quota)
+        assert run_clock(1, "cpu")() == seconds
+
+
+@pytest.mark.parametrize(("threads", "device"), [(2, "cpu"), (1, "cuda:0")])
+def test_of_several_threads_and_of_a_gpu_only_the_wall_knows_when_they_end(threads: int, device: str) -> None:
+    assert run_clock(threads, device) is time.perf_counter
 
 
 def test_lone_runs_on_more_threads_say_the_same(tiny_bundle: Bundle) -> None:

@@ -74,6 +74,12 @@ def test_texts_that_wait_go_together() -> None:
     assert (found.runs.tolist(), found.ran.tolist()) == ([2], [3])
 
 
+@pytest.mark.parametrize("cpus", [0, -1, float("nan")])
+def test_no_cpus_are_an_error(cpus: float) -> None:
+    with pytest.raises(ValueError, match="cpus must be more than 0"):
+        Service(workers=1, cpus=cpus)
+
+
 @pytest.mark.parametrize(
     ("cpus", "expected"),
     [
