@@ -11,7 +11,7 @@ import sys
 import tempfile
 import threading
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
-from contextlib import asynccontextmanager, nullcontext
+from contextlib import asynccontextmanager, nullcontext, suppress
 from importlib import metadata
 from multiprocessing.connection import Connection
 from multiprocessing.context import SpawnProcess
@@ -242,7 +242,7 @@ def _run(
     config = uvicorn.Config(
         app,
         log_config=None,
-        http=bounded_http(settings.request_timeout_seconds),
+        http=bounded_http(settings.request_timeout_seconds, lambda: app.state.catalog.draining),
         ws="none",
         access_log=False,
         # Nothing here asks who the client is.
@@ -298,6 +298,11 @@ async def _serve(
         reloads.add(task)
         task.add_done_callback(reloads.discard)
 
+    async def shutdown(sockets: list[socket.socket] | None = None) -> None:
+        await _stop_listening(listener, server)
+        await uvicorn.Server.shutdown(server, sockets)
+
+    server.shutdown = shutdown  # type: ignore[method-assign]
     # Uvicorn's own handler would raise the signal again after a clean end, and the exit status would be 143.
     server.handle_exit = on_signal  # type: ignore[method-assign]
     if threading.current_thread() is threading.main_thread():
@@ -325,6 +330,29 @@ async def _serve(
     if watch is not None and watch.done() and watch.result():
         return 1
     return 0 if server.started else 1
+
+
+async def _stop_listening(listener: socket.socket, server: uvicorn.Server) -> None:
+    """Ends ``listener`` and gives ``server`` the connections that wait there: their clients know them as open, and may
+    have sent a request, but the kernel resets them once no process listens any more."""
+    config, loop = server.config, asyncio.get_running_loop()
+
+    def protocol() -> asyncio.Protocol:
+        # As uvicorn makes them.
+        made: Any = config.http_protocol_class
+        return made(config=config, server_state=server.server_state, app_state=server.lifespan.state)
+
+    waiting: list[socket.socket] = []
+    with listener.dup() as still_open:
+        for one in server.servers:
+            one.close()
+        listener.close()
+        with suppress(OSError):
+            while True:
+                waiting.append(still_open.accept()[0])
+    for connection in waiting:
+        connection.setblocking(False)
+        await loop.connect_accepted_socket(protocol, connection)
 
 
 async def _end_once_broken(catalog: Catalog, server: uvicorn.Server) -> bool:
