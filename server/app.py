@@ -5,6 +5,7 @@ import gc
 import logging
 import multiprocessing
 import os
+import resource
 import signal
 import socket
 import sys
@@ -147,6 +148,7 @@ def run(settings: Settings) -> int:
     configure_logging(settings.log_level, settings.log_format)
     for name in unknown_variables(dict(os.environ)):
         logger.warning("%s is not a setting of this server", name)
+    _allow_many_connections()
     try:
         if settings.workers > 1:
             return _run_workers(settings)
@@ -158,6 +160,14 @@ def run(settings: Settings) -> int:
         print(f"offramp: {error}", file=sys.stderr)
         return 1
     return _run(app, listener, monitor, settings, tracing)
+
+
+def _allow_many_connections() -> None:
+    """Raises the limit of open files, for this process and its workers, as far as it may be: beyond it, which often is
+    1,024, the event loop closes connections as soon as they are made, and says nothing."""
+    _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+    with suppress(OSError, ValueError):
+        resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
 
 
 def _run_workers(settings: Settings) -> int:
@@ -249,6 +259,7 @@ def _run(
         proxy_headers=False,
         server_header=False,
         lifespan="on",
+        timeout_keep_alive=settings.keep_alive_seconds,
         timeout_graceful_shutdown=int(settings.drain_seconds),
     )
     with asyncio.Runner(loop_factory=config.get_loop_factory()) as runner:

@@ -34,7 +34,7 @@ class BoundedHttp(HttpToolsProtocol):
     - 431 where a request's head, its trailers or what frames one chunk exceed ``MAX_HEAD_BYTES``, however the bytes
       arrive; behind another request or a body, where what came before is not told apart, by as much again at most. 408
       where the head has not arrived ``head_seconds`` after its first byte. A connection that sends nothing at all is
-      closed after that time (between requests uvicorn's own, shorter time holds).
+      closed after that time (between requests ``timeout_keep_alive`` of uvicorn's holds).
     - What is no HTTP gets 400 in our shape, once the requests before it have been answered.
     - Whoever is answered before the request was complete gets ``Connection: close``. After the last answer of a
       connection what is still being sent is read and dropped until the client closes too, up to ``MAX_DROPPED_BYTES``

@@ -3,6 +3,7 @@
 import asyncio
 import json
 import re
+import resource
 import socket
 from pathlib import Path
 from typing import Any
@@ -10,6 +11,7 @@ from typing import Any
 import pytest
 
 from models.bundle import Bundle
+from server.config import load_settings
 from tests.server.conftest import some_texts
 from tests.server.process import Process, ask, classify, ended, metric, process, raw_request, start, until
 from tests.tiny import write_tiny_bundle
@@ -94,6 +96,38 @@ async def test_the_end_of_the_server_closes_no_connection_upon_a_request(tiny_bu
         server.terminate()
         assert sum(await asyncio.gather(*clients)) > 200
         assert server.status() == 0
+
+
+async def test_connections_are_kept_while_clients_of_ours_would_keep_them(tiny_bundle: Bundle) -> None:
+    """Pools keep them for 15 s (aiohttp) to 60 s (nginx, AWS)."""
+    with process(tiny_bundle, keep_alive_seconds=1) as server:
+        reader, writer = await asyncio.open_connection(*server.address)
+        writer.write(raw_request("GET", "/livez", b"", {"connection": "keep-alive"}))
+        assert (await reader.read()).endswith(b'{"status":"alive"}'), "kept for a second, then closed"
+        writer.close()
+    assert load_settings().keep_alive_seconds > 60
+
+
+async def test_more_connections_are_served_than_the_shell_allows_files(tiny_bundle: Bundle) -> None:
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if hard < 400:
+        pytest.skip("this machine allows too few open files")
+    resource.setrlimit(resource.RLIMIT_NOFILE, (64, hard))
+    try:
+        started = start(tiny_bundle.path)
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (max(soft, 400), hard))
+    try:
+        server = Process(started)
+        pairs = [await asyncio.open_connection(*server.address) for _ in range(150)]
+        for reader, writer in pairs:
+            writer.write(raw_request("GET", "/livez", b""))
+            assert (await reader.read()).startswith(b"HTTP/1.1 200 ")
+            writer.close()
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+        started.kill()
+        started.wait(10)
 
 
 async def test_a_connection_without_requests_holds_up_the_end_for_a_last_call_only(tiny_bundle: Bundle) -> None:
