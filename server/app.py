@@ -37,7 +37,7 @@ from server.api.front import EXITS_HEADER, WISHES_HEADER
 from server.api.keys import RequireKey, load_keys
 from server.api.openapi import document_of
 from server.api.routes import REQUESTS, add_routes, metrics_page
-from server.catalog import Catalog, Reloaded, load_catalog
+from server.catalog import Catalog, OnceMore, Reloaded, load_catalog
 from server.config import Settings, StartError, unknown_variables
 from server.logs import configure_logging
 from server.metrics import Metrics, Shared
@@ -287,7 +287,7 @@ async def _serve(
 ) -> int:
     loop = asyncio.get_running_loop()
     catalog: Catalog = app.state.catalog
-    reloads: set[asyncio.Task[None]] = set()
+    reload = OnceMore(catalog.reload_all)
     watch: asyncio.Task[bool] | None = None
 
     def stop() -> None:
@@ -304,11 +304,6 @@ async def _serve(
         logger.info("%s: readiness is off, finishing accepted work", signal.Signals(sig).name)
         loop.call_soon_threadsafe(loop.call_later, settings.shutdown_delay_seconds, stop)
 
-    def reload() -> None:
-        task = asyncio.ensure_future(catalog.reload_all())
-        reloads.add(task)
-        task.add_done_callback(reloads.discard)
-
     async def shutdown(sockets: list[socket.socket] | None = None) -> None:
         await _stop_listening(listener, server)
         await uvicorn.Server.shutdown(server, sockets)
@@ -321,7 +316,7 @@ async def _serve(
         for sig in (signal.SIGTERM, signal.SIGINT if line is None else signal.SIGQUIT):
             signal.signal(sig, on_signal)
         if line is None:
-            signal.signal(signal.SIGHUP, lambda sig, frame: loop.call_soon_threadsafe(reload))
+            signal.signal(signal.SIGHUP, lambda sig, frame: loop.call_soon_threadsafe(reload.ask))
     async with _metrics_served(app.state.metrics, monitor):
         if line is None:
             if monitor is not None:

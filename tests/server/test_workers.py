@@ -5,11 +5,14 @@ import os
 import re
 import signal
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from models.bundle import Bundle
+from server.catalog import Reloaded, ReloadError
+from server.workers import Workers
 from tests.server.conftest import eventually
 from tests.server.process import Process, Reply, ask, classify, ended, lives, metric, process, raw_request, start, until
 from tests.server.test_process import HEAVY
@@ -183,6 +186,27 @@ async def test_a_process_that_cannot_be_replaced_is_tried_again_and_the_last_end
             os.kill(pid, signal.SIGKILL)
         assert server.status() == 1
         assert "cannot start, and no other serves" in server.log
+
+
+async def test_processes_that_loaded_different_versions_are_no_success() -> None:
+    """The bundle was changed between the first and the last of them."""
+
+    def worker(new_version: str) -> Any:
+        async def reload(model: str) -> Reloaded:
+            return Reloaded(model, "1", new_version)
+
+        loaded = asyncio.get_running_loop().create_future()
+        loaded.set_result(True)
+        return SimpleNamespace(loaded=loaded, models=("tiny",), line=SimpleNamespace(reload=reload))
+
+    def nothing(*_: Any) -> Any: ...
+
+    workers = Workers(2, nothing, on_loaded=nothing, on_end=nothing, on_death=nothing, grace_seconds=0.0)
+    workers._workers = {1: worker("2"), 2: worker("3")}
+    with pytest.raises(ReloadError, match="processes serve versions 2 and 3; reload again"):
+        await workers.reload("tiny")
+    with pytest.raises(ReloadError, match="no such model; this server has tiny"):
+        await workers.reload("nobody")
 
 
 async def test_what_a_killed_process_had_in_work_is_not_counted_any_more(tiny_bundle: Bundle) -> None:
