@@ -251,7 +251,8 @@ class Workers:
                 self._end(None)
                 return
             pause = FIRST_PAUSE if worker.age > YOUNG else min(2 * pause, LONGEST_PAUSE)
-            logger.error("worker %d %s; another starts in %g s", worker.number, worker.problem or worker.end, pause)
+            why = f": {worker.problem}" if worker.problem else f" {worker.end}"
+            logger.error("worker %d%s; another starts in %g s", worker.number, why, pause)
             with suppress(TimeoutError):
                 await asyncio.wait_for(self._ending.wait(), pause)
             if self._ending.is_set():
