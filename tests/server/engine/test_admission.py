@@ -76,7 +76,7 @@ def test_waits_that_turn_out_longer_are_expected_to_be_longer_and_forgotten_agai
 
 @pytest.mark.parametrize("longest", [0.02, 0.2, 0.5, 5.0])
 def test_a_stall_is_forgotten_by_waits_as_short_as_are_admitted_after_it(longest: float) -> None:
-    """Else the server would go on refusing at a tenth of its capacity for as long as many ask."""
+    """Else all but a few would go on being refused at a tenth of the longest wait, for as long as many ask."""
     work = Work()
     admission = _admission(work, max_wait_seconds=longest)
     for _ in range(1000):
