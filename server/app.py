@@ -236,7 +236,11 @@ def work(
     except StartError as error:
         line.send(Failed(str(error)))
         sys.exit(1)
-    sys.exit(_run(app, listener, monitor, settings, tracing, line))
+    status = _run(app, listener, monitor, settings, tracing, line)
+    parent = multiprocessing.parent_process()
+    if parent is not None and not parent.is_alive():
+        shared.leave()
+    sys.exit(status)
 
 
 def _run(

@@ -41,8 +41,8 @@ class BoundedHttp(HttpToolsProtocol):
       and ``head_seconds``: a connection closed upon unread bytes is reset, and the client may never see the answer
       (RFC 9112, 9.6).
     - Head and body of an answer leave in one write: one packet, and one system call less.
-    - From when the server is told to end, the answer to a request that comes is the last one of its connection, and says
-      so. A connection with no request in work is not closed at once then, upon a request that has come or is coming, but
+    - Once the server is told to end, the answer to a request that comes is the last one of its connection, and says so.
+      A connection with no request in work is not closed at once then, upon a request that has come or is coming, but
       after ``LAST_CALL_SECONDS`` without one.
     - A client that leaves is noticed by the request in work too where it has sent others behind it; uvicorn tells the
       last one only.

@@ -14,8 +14,8 @@ LOWER_FROM, LOWEST_FROM = 0.1, 0.6
 # event loop's time.
 PREDICTION_SECONDS = 0.005
 # What waits turn out to be, in units of those predicted, is learned from waits that were expected to be long enough to
-# tell: this long, or half of what a newcomer may wait, if that is less. Those are admitted whatever has been learned, so
-# that it can be unlearned.
+# tell: this long, or half of what a newcomer may wait, if that is less. Such are admitted whatever has been learned, so
+# it can be unlearned.
 WORTH_LEARNING_SECONDS = 0.05
 LEARNING_RATE = 0.02
 MOST_SLOWNESS = 10.0

@@ -148,11 +148,13 @@ async def test_a_killed_process_is_replaced_while_the_other_serves_on(tiny_bundl
         assert not _files(tmp_path, "*"), "the metrics' folder is left behind"
 
 
-async def test_processes_end_when_their_parent_is_killed(tiny_bundle: Bundle) -> None:
-    with process(tiny_bundle, **QUICK) as server:
+async def test_processes_end_when_their_parent_is_killed(tiny_bundle: Bundle, tmp_path: Path) -> None:
+    with process(tiny_bundle, **QUICK, tmpdir=tmp_path) as server:
         workers = server.workers
+        assert _files(tmp_path, "*/counter_*.db")
         server.signal(signal.SIGKILL)
         await eventually(lambda: not any(lives(pid) for pid in workers))
+        assert not _files(tmp_path, "offramp-metrics-*"), "the metrics' folder is left behind"
 
 
 def test_a_bad_start_is_one_line_and_status_1(tmp_path: Path) -> None:
