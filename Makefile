@@ -64,12 +64,14 @@ $(SERVE_STAMP): pyproject.toml constraints.txt
 	@$(SERVE_ENV)/bin/python $(PIP_INSTALL) ".[$(RUNTIME)]"
 	@touch $@
 
+# Infinity's client without what it asks for: it wants httpx below 0.28, works with ours, and the rest is there.
 # In place: torch is large, and lint settings live in pyproject.toml too.
 $(DEV_STAMP): pyproject.toml constraints.txt
 	$(check_python)
 	@echo "Installing Offramp for development into $(DEV_ENV) ..."
 	@$(PYTHON) -m venv $(DEV_ENV)
 	@$(DEV_ENV)/bin/python $(PIP_INSTALL) ".[cpu,otel,train,dev]"
+	@$(DEV_ENV)/bin/python -m pip install --quiet --disable-pip-version-check --no-deps infinity-client==0.0.78
 	@touch $@
 
 # Apart: Ray is half a gigabyte, and brings its own HTTP, tracing and cloud libraries along.

@@ -298,10 +298,10 @@ class Bundle:
         return cls(root, manifest, calibration, _encoder(root, manifest))
 
     def in_place(self) -> bool:
-        """Whether its folder still holds this bundle, and not another one that was put there meanwhile."""
+        """Whether its folder holds this bundle, every file of it, and not another one that is or was put there."""
         try:
-            return _validate(Manifest, _read_json(self.path / "manifest.json"), self.path) == self.manifest
-        except (BundleError, OSError):
+            return Bundle.load(self.path).manifest == self.manifest
+        except BundleError:
             return False
 
     def graph(self, segment: int, precision: Precision | None = None) -> Path:
@@ -459,8 +459,8 @@ def _verify(root: Path, name: str, expected: str) -> None:
     path = root / name
     if "\0" in name or any(len(part.encode(errors="replace")) > 255 for part in path.parts):
         raise BundleError(f"{root / 'manifest.json'}: {name[:40]!r} cannot be the name of a file")
-    # A manifest may only name files of its own bundle.
-    if not path.resolve().is_relative_to(root.resolve()):
+    # A manifest may only name files of its own bundle. Not Path.resolve, which raises for links that lead in a circle.
+    if not Path(os.path.realpath(path)).is_relative_to(os.path.realpath(root)):
         raise BundleError(f"{root / 'manifest.json'}: {name} lies outside the bundle")
     if not path.is_file():
         raise BundleError(f"{path}: missing")

@@ -5,13 +5,14 @@ import gc
 import logging
 import multiprocessing
 import os
+import resource
 import signal
 import socket
 import sys
 import tempfile
 import threading
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
-from contextlib import asynccontextmanager, nullcontext
+from contextlib import asynccontextmanager, nullcontext, suppress
 from importlib import metadata
 from multiprocessing.connection import Connection
 from multiprocessing.context import SpawnProcess
@@ -36,7 +37,7 @@ from server.api.front import EXITS_HEADER, WISHES_HEADER
 from server.api.keys import RequireKey, load_keys
 from server.api.openapi import document_of
 from server.api.routes import REQUESTS, add_routes, metrics_page
-from server.catalog import Catalog, Reloaded, load_catalog
+from server.catalog import Catalog, OnceMore, Reloaded, load_catalog
 from server.config import Settings, StartError, unknown_variables
 from server.logs import configure_logging
 from server.metrics import Metrics, Shared
@@ -147,6 +148,7 @@ def run(settings: Settings) -> int:
     configure_logging(settings.log_level, settings.log_format)
     for name in unknown_variables(dict(os.environ)):
         logger.warning("%s is not a setting of this server", name)
+    _allow_many_connections()
     try:
         if settings.workers > 1:
             return _run_workers(settings)
@@ -158,6 +160,14 @@ def run(settings: Settings) -> int:
         print(f"offramp: {error}", file=sys.stderr)
         return 1
     return _run(app, listener, monitor, settings, tracing)
+
+
+def _allow_many_connections() -> None:
+    """Raises the limit of open files, for this process and its workers, as far as it may be: beyond it, which often is
+    1,024, the event loop closes connections as soon as they are made, and says nothing."""
+    _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+    with suppress(OSError, ValueError):
+        resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
 
 
 def _run_workers(settings: Settings) -> int:
@@ -226,7 +236,11 @@ def work(
     except StartError as error:
         line.send(Failed(str(error)))
         sys.exit(1)
-    sys.exit(_run(app, listener, monitor, settings, tracing, line))
+    status = _run(app, listener, monitor, settings, tracing, line)
+    parent = multiprocessing.parent_process()
+    if parent is not None and not parent.is_alive():
+        shared.leave()
+    sys.exit(status)
 
 
 def _run(
@@ -242,13 +256,14 @@ def _run(
     config = uvicorn.Config(
         app,
         log_config=None,
-        http=bounded_http(settings.request_timeout_seconds),
+        http=bounded_http(settings.request_timeout_seconds, lambda: app.state.catalog.draining),
         ws="none",
         access_log=False,
         # Nothing here asks who the client is.
         proxy_headers=False,
         server_header=False,
         lifespan="on",
+        timeout_keep_alive=settings.keep_alive_seconds,
         timeout_graceful_shutdown=int(settings.drain_seconds),
     )
     with asyncio.Runner(loop_factory=config.get_loop_factory()) as runner:
@@ -276,7 +291,7 @@ async def _serve(
 ) -> int:
     loop = asyncio.get_running_loop()
     catalog: Catalog = app.state.catalog
-    reloads: set[asyncio.Task[None]] = set()
+    reload = OnceMore(catalog.reload_all)
     watch: asyncio.Task[bool] | None = None
 
     def stop() -> None:
@@ -293,11 +308,11 @@ async def _serve(
         logger.info("%s: readiness is off, finishing accepted work", signal.Signals(sig).name)
         loop.call_soon_threadsafe(loop.call_later, settings.shutdown_delay_seconds, stop)
 
-    def reload() -> None:
-        task = asyncio.ensure_future(catalog.reload_all())
-        reloads.add(task)
-        task.add_done_callback(reloads.discard)
+    async def shutdown(sockets: list[socket.socket] | None = None) -> None:
+        await _stop_listening(listener, server)
+        await uvicorn.Server.shutdown(server, sockets)
 
+    server.shutdown = shutdown  # type: ignore[method-assign]
     # Uvicorn's own handler would raise the signal again after a clean end, and the exit status would be 143.
     server.handle_exit = on_signal  # type: ignore[method-assign]
     if threading.current_thread() is threading.main_thread():
@@ -305,7 +320,7 @@ async def _serve(
         for sig in (signal.SIGTERM, signal.SIGINT if line is None else signal.SIGQUIT):
             signal.signal(sig, on_signal)
         if line is None:
-            signal.signal(signal.SIGHUP, lambda sig, frame: loop.call_soon_threadsafe(reload))
+            signal.signal(signal.SIGHUP, lambda sig, frame: loop.call_soon_threadsafe(reload.ask))
     async with _metrics_served(app.state.metrics, monitor):
         if line is None:
             if monitor is not None:
@@ -325,6 +340,29 @@ async def _serve(
     if watch is not None and watch.done() and watch.result():
         return 1
     return 0 if server.started else 1
+
+
+async def _stop_listening(listener: socket.socket, server: uvicorn.Server) -> None:
+    """Ends ``listener`` and gives ``server`` the connections that wait there: their clients know them as open, and may
+    have sent a request, but the kernel resets them once no process listens any more."""
+    config, loop = server.config, asyncio.get_running_loop()
+
+    def protocol() -> asyncio.Protocol:
+        # As uvicorn makes them.
+        made: Any = config.http_protocol_class
+        return made(config=config, server_state=server.server_state, app_state=server.lifespan.state)
+
+    waiting: list[socket.socket] = []
+    with listener.dup() as still_open:
+        for one in server.servers:
+            one.close()
+        listener.close()
+        with suppress(OSError):
+            while True:
+                waiting.append(still_open.accept()[0])
+    for connection in waiting:
+        connection.setblocking(False)
+        await loop.connect_accepted_socket(protocol, connection)
 
 
 async def _end_once_broken(catalog: Catalog, server: uvicorn.Server) -> bool:

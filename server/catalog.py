@@ -4,7 +4,9 @@ import asyncio
 import ctypes
 import functools
 import logging
-from collections.abc import Callable, Sequence
+import os
+from collections import defaultdict
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
@@ -157,6 +159,26 @@ class Costs:
         return max(0.0, self.until[-1] - self.until[exit - 1] - sum(self.reading[exit:-1]))
 
 
+class OnceMore:
+    """Runs something whenever it is asked for, once at a time. Asked for meanwhile it runs once more afterwards: what
+    it has read may be of before. For an event loop's thread."""
+
+    def __init__(self, run: Callable[[], Awaitable[None]]) -> None:
+        self._run = run
+        self._asked = False
+        self._task: asyncio.Task[None] | None = None
+
+    def ask(self) -> None:
+        self._asked = True
+        if self._task is None or self._task.done():
+            self._task = asyncio.ensure_future(self._work())
+
+    async def _work(self) -> None:
+        while self._asked:
+            self._asked = False
+            await self._run()
+
+
 class Catalog:
     """Served models by name; the first is the default. ``draining`` is set once the server is told to end."""
 
@@ -175,7 +197,7 @@ class Catalog:
             raise StartError(f"two bundles have the name {twice}; requests could not tell them apart")
         self._default = models[0].name
         self._reopen = reopen
-        self._reloading: set[str] = set()
+        self._reloading: defaultdict[str, asyncio.Lock] = defaultdict(asyncio.Lock)
         self.draining = False
 
     @property
@@ -202,19 +224,19 @@ class Catalog:
         for model in self.models.values():
             await model.engine.close()
 
-    async def reload(self, name: str) -> Reloaded:
-        """Loads the model called ``name`` anew, from the folder that it came from, and puts it in the old one's place.
+    async def reload(self, name: str, *, wait: bool = False) -> Reloaded:
+        """Loads the model called ``name`` anew, from the folder that it came from, and puts it in the old one's place;
+        with ``wait`` after a reload of it that is under way, else such a one refuses it.
 
         Requests go to the old version until the new one is verified and warm. What the old one has begun it finishes;
         it is closed when this returns. Raises :class:`ReloadError`; then nothing has changed.
         """
-        old = self.models.get(name)
-        if old is None:
+        if name not in self.models:
             raise ReloadError("unknown", f"no such model; this server has {', '.join(self.models)}")
-        if name in self._reloading:
+        if self._reloading[name].locked() and not wait:
             raise ReloadError("busy", "a reload of this model is under way")
-        self._reloading.add(name)
-        try:
+        async with self._reloading[name]:
+            old = self.models[name]
             new = await self._open_anew(old)
             await new.engine.start()
             self.models[name] = new
@@ -229,17 +251,14 @@ class Catalog:
             del old
             await asyncio.to_thread(_trim_heap)
             return done
-        finally:
-            self._reloading.discard(name)
 
     async def reload_all(self) -> None:
         """Loads every model anew, one after the other; the log says what could not be."""
         for name in list(self.models):
             try:
-                await self.reload(name)
-            except ReloadError as error:
-                if error.kind == "busy":
-                    logger.warning("%s: not reloaded: %s", name, error)
+                await self.reload(name, wait=True)
+            except ReloadError:
+                pass
             except Exception:
                 logger.exception("%s: the reload broke", name)
 
@@ -274,7 +293,7 @@ def load_catalog(settings: Settings, bundles: Sequence[Bundle], metrics: Metrics
 def _reopen(open_model: Callable[..., ServedModel], old: ServedModel) -> ServedModel:
     """What now lies in the folder of ``old``. Raises :class:`BundleError` or :class:`StartError`."""
     # A symbolic link that is turned meanwhile must not give us half of each.
-    bundle = Bundle.load(old.source.resolve())
+    bundle = Bundle.load(os.path.realpath(old.source))
     name = bundle.manifest.name
     if name != old.name:
         raise StartError(

@@ -206,6 +206,13 @@ class Settings(BaseSettings):
         allow_inf_nan=False,
         description="most seconds for the head of a request to arrive, and again for its body; a slower body gets 408",
     )
+    keep_alive_seconds: int = Field(
+        default=75,
+        ge=1,
+        le=86_400,
+        description="seconds after which a connection without requests is closed; more than the balancer in front "
+        "keeps its own (nginx and AWS: 60), or it now and then sends a request to a connection that is being closed",
+    )
     log_format: Literal["text", "json"] = Field(
         default="text", description="log lines for people, or one JSON object a line"
     )

@@ -9,6 +9,7 @@ import logging
 import os
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
@@ -53,6 +54,14 @@ class Shared:
 
     folder: Path
     number: int
+
+    def leave(self) -> None:
+        """Takes the files of this process away, and with the last one the folder: its parent, which does so else, has
+        been killed."""
+        for file in self.folder.glob(f"*_{self.number}.db"):
+            file.unlink(missing_ok=True)
+        with suppress(OSError):
+            self.folder.rmdir()
 
 
 class Metrics:

@@ -4,6 +4,7 @@ end of connections that leaves the client its answer."""
 import asyncio
 import functools
 import re
+from collections.abc import Callable
 from typing import Any
 
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
@@ -14,15 +15,18 @@ from server.api.errors import ApiError
 MAX_HEAD_BYTES = 64 * 1024
 # What a client that was answered before its request was complete may still send, to get at its answer.
 MAX_DROPPED_BYTES = 64 * 1024 * 1024
+# How long the end of the server waits on a connection with no request in work for one that is on its way: nobody tells
+# a client that the connection ends, until it does. As long as nginx's `keepalive_min_timeout` is meant for.
+LAST_CALL_SECONDS = 1.0
 _UPGRADE = re.compile(rb"(?i)(?<=\n)upgrade(?=[ \t]*:)")
 _UPGRADE_MESSAGE = "Upgrade behind a body, or in parts: nothing is upgraded here"
 _CONTINUE = b"HTTP/1.1 100 Continue\r\n\r\n"
 _PHRASES = {400: b"Bad Request", 408: b"Request Timeout", 431: b"Request Header Fields Too Large"}
 
 
-def bounded_http(head_seconds: float) -> Any:
-    """What uvicorn makes its protocols with."""
-    return functools.partial(BoundedHttp, head_seconds=head_seconds)
+def bounded_http(head_seconds: float, draining: Callable[[], bool]) -> Any:
+    """What uvicorn makes its protocols with; ``draining`` says whether the server is told to end."""
+    return functools.partial(BoundedHttp, head_seconds=head_seconds, draining=draining)
 
 
 class BoundedHttp(HttpToolsProtocol):
@@ -31,20 +35,24 @@ class BoundedHttp(HttpToolsProtocol):
     - 431 where a request's head, its trailers or what frames one chunk exceed ``MAX_HEAD_BYTES``, however the bytes
       arrive; behind a body, whose end is not seen, by as much again at most. 408 where the head has not arrived
       ``head_seconds`` after its first byte. A connection that sends nothing at all is closed after that time (between
-      requests uvicorn's own, shorter time holds).
+      requests ``timeout_keep_alive`` of uvicorn's holds).
     - What is no HTTP gets 400 in our shape, once the requests before it have been answered.
     - Whoever is answered before the request was complete gets ``Connection: close``. After the last answer of a
       connection what is still being sent is read and dropped until the client closes too, up to ``MAX_DROPPED_BYTES``
       and ``head_seconds``: a connection closed upon unread bytes is reset, and the client may never see the answer
       (RFC 9112, 9.6).
     - Head and body of an answer leave in one write: one packet, and one system call less.
+    - Once the server is told to end, the answer to a request that comes is the last one of its connection, and says so.
+      A connection with no request in work is not closed at once then, upon a request that has come or is coming, but
+      after ``LAST_CALL_SECONDS`` without one.
     - A client that leaves is noticed by the request in work too where it has sent others behind it; uvicorn tells the
       last one only.
     """
 
-    def __init__(self, *args: Any, head_seconds: float, **kwargs: Any) -> None:
+    def __init__(self, *args: Any, head_seconds: float, draining: Callable[[], bool], **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self._seconds = head_seconds
+        self._draining = draining
         self._timer: asyncio.TimerHandle | None = None
         self._in_head = self._in_message = False
         # Of the head, and behind it since the last byte of the body: of trailers, of what frames chunks.
@@ -108,8 +116,7 @@ class BoundedHttp(HttpToolsProtocol):
             # What it begins in may be mostly the body before it.
             self._bytes = 0
         self._begins_with_head = False
-        if self._timer is None:
-            self._start_timer(self._too_late)
+        self._start_timer(self._too_late)
         super().on_message_begin()
 
     def on_headers_complete(self) -> None:
@@ -137,7 +144,7 @@ class BoundedHttp(HttpToolsProtocol):
     def on_message_complete(self) -> None:
         self._in_message = False
         if not self.cycle.response_started:
-            self.cycle.keep_alive = self._keep_alive and not self._ending
+            self.cycle.keep_alive = self._keep_alive and not (self._ending or self._draining())
         super().on_message_complete()
 
     def on_response_complete(self) -> None:
@@ -150,7 +157,10 @@ class BoundedHttp(HttpToolsProtocol):
 
     def shutdown(self) -> None:
         self._ending = True
-        super().shutdown()
+        if self.cycle is not None and not self.cycle.response_complete:
+            super().shutdown()
+        elif not self._in_head:
+            self._start_timer(self._too_late, LAST_CALL_SECONDS)
 
     def send_400_response(self, msg: str) -> None:
         self._refuse(ApiError(400, "this is not HTTP/1.1, or not valid"))
@@ -167,8 +177,9 @@ class BoundedHttp(HttpToolsProtocol):
     def _reads_no_more(self) -> bool:
         return self._refusal is not None or self._upgrading or self.is_closing
 
-    def _start_timer(self, then: Any) -> None:
-        self._timer = self.loop.call_later(self._seconds, then)
+    def _start_timer(self, then: Callable[[], None], seconds: float | None = None) -> None:
+        self._stop_timer()
+        self._timer = self.loop.call_later(self._seconds if seconds is None else seconds, then)
 
     def _stop_timer(self) -> None:
         if self._timer is not None:
@@ -223,7 +234,6 @@ class BoundedHttp(HttpToolsProtocol):
         self._writer.end()
         # The end of the server need not wait for it.
         self.connections.discard(self)
-        self._stop_timer()
         self._start_timer(self._socket.close)
         self._socket.write_eof()
         self.flow.resume_reading()

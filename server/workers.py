@@ -10,13 +10,14 @@ import logging
 import os
 import signal
 import time
+from collections import defaultdict
 from collections.abc import Awaitable, Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from multiprocessing.context import SpawnProcess
 
-from server.catalog import Reloaded, ReloadError
+from server.catalog import OnceMore, Reloaded, ReloadError
 from server.config import StartError
 
 logger = logging.getLogger("offramp")
@@ -102,12 +103,12 @@ class Line:
             self._loop.remove_reader(self._connection.fileno())
             self._connection.close()
             for waiting in self._waiting.values():
-                waiting.set_result(_gone())
+                _settle(waiting, _gone())
             self._waiting.clear()
             self._on_end()
             return
         if isinstance(message, _Answered):
-            self._waiting.pop(message.ticket).set_result(message.result)
+            _settle(self._waiting.pop(message.ticket), message.result)
         elif isinstance(message, _Asked):
             answer = asyncio.ensure_future(self._answer(message))
             self._answers.add(answer)
@@ -125,6 +126,12 @@ class Line:
             logger.exception("%s: the reload broke", asked.model)
             result = ReloadError("bad", "the reload broke; the server's log says how")
         self.send(_Answered(asked.ticket, result))
+
+
+def _settle(waiting: "asyncio.Future[Reloaded | ReloadError]", result: Reloaded | ReloadError) -> None:
+    # Whoever asked may have been cancelled: a drain that is over cancels requests.
+    if not waiting.done():
+        waiting.set_result(result)
 
 
 def _gone() -> ReloadError:
@@ -154,8 +161,7 @@ class Workers:
         self._workers: dict[int, _Worker] = {}
         self._ending = asyncio.Event()
         self._gave_up = False
-        self._reloading: set[str] = set()
-        self._reload_task: asyncio.Task[None] | None = None
+        self._reloading: defaultdict[str, asyncio.Lock] = defaultdict(asyncio.Lock)
 
     async def run(self) -> int:
         """Serves until told to end, and returns the exit status: 1 where later no process can be started any more.
@@ -165,7 +171,7 @@ class Workers:
         loop = asyncio.get_running_loop()
         for sig in (signal.SIGTERM, signal.SIGINT):
             loop.add_signal_handler(sig, self._end, signal.Signals(sig).name)
-        loop.add_signal_handler(signal.SIGHUP, self._reload_all)
+        loop.add_signal_handler(signal.SIGHUP, OnceMore(self._reload_all).ask)
         workers = [self._start(number) for number in range(1, self._count + 1)]
         loaded = await asyncio.gather(*(worker.loaded for worker in workers))
         failed = None if self._ending.is_set() else next((one for one in workers if one.problem), None)
@@ -178,17 +184,19 @@ class Workers:
             raise StartError(failed.problem)
         return 1 if self._gave_up else 0
 
-    async def reload(self, model: str) -> Reloaded:
-        """Loads ``model`` anew in every process, one after the other, and stops at the first that refuses.
+    async def reload(self, model: str, *, wait: bool = False) -> Reloaded:
+        """Loads ``model`` anew in every process, one after the other, and stops at the first that refuses; with
+        ``wait`` after a reload of it that is under way, else such a one refuses it.
 
         One that starts meanwhile is waited for; one that dies is made up for by its successor, which loads what now
-        lies there. Raises :class:`ReloadError`.
+        lies there. Raises :class:`ReloadError`, also where they have not all loaded the same version.
         """
-        if model in self._reloading:
+        if (models := self._models()) and model not in models:
+            raise ReloadError("unknown", f"no such model; this server has {', '.join(models)}")
+        if self._reloading[model].locked() and not wait:
             raise ReloadError("busy", "a reload of this model is under way")
-        self._reloading.add(model)
         done: list[Reloaded] = []
-        try:
+        async with self._reloading[model]:
             for number in sorted(self._workers):
                 worker = self._workers[number]
                 if not await worker.loaded:
@@ -198,23 +206,26 @@ class Workers:
                 except ReloadError as error:
                     if error.kind != "ending":
                         raise _after(done, self._count, error) from None
-        finally:
-            self._reloading.discard(model)
         if not done:
             raise ReloadError("ending", "the server is ending")
+        versions = dict.fromkeys(one.new_version for one in done)
+        if len(versions) > 1:
+            found = " and ".join(versions)
+            raise ReloadError(
+                "bad", f"the bundle was changed meanwhile: processes serve versions {found}; reload again"
+            )
         return Reloaded(model, done[0].old_version, done[-1].new_version)
 
-    def _reload_all(self) -> None:
-        if self._reload_task is None or self._reload_task.done():
-            self._reload_task = asyncio.ensure_future(self._reload_each())
-        else:
-            logger.warning("SIGHUP: a reload is under way")
+    def _models(self) -> list[str]:
+        """What those that serve say they have; all have the same."""
+        return list(dict.fromkeys(model for worker in self._workers.values() for model in worker.models))
 
-    async def _reload_each(self) -> None:
-        models = sorted({model for worker in self._workers.values() for model in worker.models})
-        for model in models:
+    async def _reload_all(self) -> None:
+        # Those that are loading may have read what lay there before.
+        await asyncio.gather(*(worker.loaded for worker in self._workers.values()))
+        for model in self._models():
             try:
-                await self.reload(model)
+                await self.reload(model, wait=True)
             except ReloadError as error:
                 logger.error("%s: not reloaded in all processes: %s", model, error)
 
@@ -240,7 +251,8 @@ class Workers:
                 self._end(None)
                 return
             pause = FIRST_PAUSE if worker.age > YOUNG else min(2 * pause, LONGEST_PAUSE)
-            logger.error("worker %d %s; another starts in %g s", worker.number, worker.problem or worker.end, pause)
+            why = f": {worker.problem}" if worker.problem else f" {worker.end}"
+            logger.error("worker %d%s; another starts in %g s", worker.number, why, pause)
             with suppress(TimeoutError):
                 await asyncio.wait_for(self._ending.wait(), pause)
             if self._ending.is_set():

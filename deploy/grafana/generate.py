@@ -276,6 +276,27 @@ ROWS: dict[str, tuple[Plot, ...]] = {
     ),
     "Process": (
         Plot(
+            "Reloads",
+            "In the last quarter of an hour. After a failure the old version serves on, and the log says why.",
+            (
+                Query(
+                    f"sum by (outcome) (increase(offramp_model_reloads_total{{{HERE}}}[15m]))",
+                    "{{outcome}}",
+                ),
+            ),
+        ),
+        Plot(
+            "Versions",
+            "Instances that serve each version of a model. Two for longer than a rollout takes are one too many.",
+            (
+                Query(
+                    f"sum by (model, version) (offramp_model_info{{{HERE}}})",
+                    "{{model}} {{version}}",
+                ),
+            ),
+            span=16,
+        ),
+        Plot(
             "CPUs",
             "Seconds of CPU a second.",
             (

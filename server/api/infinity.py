@@ -12,6 +12,8 @@ from server.api.schemas import Score, Strict, Wishes
 from server.catalog import ServedModel
 from server.config import MOST_INPUTS
 
+# What Infinity's own client sends where nobody chose a model.
+NO_MODEL = "default/not-specified"
 EXAMPLES: dict[str, dict[str, Any]] = {
     "as Infinity's clients ask": {"value": {"input": ["a gripping film", "two hours of nothing"]}}
 }
@@ -69,6 +71,8 @@ def read(body: bytes, header: str | None) -> Call:
     asked = read_as(InfinityRequest, body)
     fields = asked.model_dump(exclude={"input"})
     fields["inputs"] = asked.input
+    if asked.model == NO_MODEL:
+        del fields["model"]
 
     def write(model: ServedModel, document: dict[str, Any]) -> Response:
         tokens = document["usage"]["tokens"]

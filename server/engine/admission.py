@@ -13,7 +13,9 @@ LOWER_FROM, LOWEST_FROM = 0.1, 0.6
 # How old a predicted wait may be: under overload predicting anew for everyone who is refused would take a fifth of the
 # event loop's time.
 PREDICTION_SECONDS = 0.005
-# What waits turn out to be, in units of those predicted, is learned from waits that are long enough to tell.
+# What waits turn out to be, in units of those predicted, is learned from waits that were expected to be long enough to
+# tell: this long, or half of what a newcomer may wait, if that is less. Such are admitted whatever has been learned, so
+# it can be unlearned.
 WORTH_LEARNING_SECONDS = 0.05
 LEARNING_RATE = 0.02
 MOST_SLOWNESS = 10.0
@@ -102,5 +104,5 @@ class Admission:
     def learn(self, predicted: float, taken: float) -> None:
         """A text before which there were ``predicted`` seconds of runs was answered ``taken`` seconds later: runs share
         the CPUs with the event loop, and with whoever else there is."""
-        if predicted > WORTH_LEARNING_SECONDS:
+        if self._slowness * predicted > min(WORTH_LEARNING_SECONDS, self._max_wait / 2):
             self._slowness += LEARNING_RATE * (min(taken / predicted, MOST_SLOWNESS) - self._slowness)

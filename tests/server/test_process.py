@@ -3,6 +3,7 @@
 import asyncio
 import json
 import re
+import resource
 import socket
 from pathlib import Path
 from typing import Any
@@ -10,6 +11,7 @@ from typing import Any
 import pytest
 
 from models.bundle import Bundle
+from server.config import load_settings
 from tests.server.conftest import some_texts
 from tests.server.process import Process, ask, classify, ended, metric, process, raw_request, start, until
 from tests.tiny import write_tiny_bundle
@@ -58,6 +60,102 @@ async def test_sigterm_under_load_loses_no_accepted_request_and_exits_0(tiny_bun
         assert all(len(reply.json()["results"]) == 48 for reply in replies)
         assert server.status() == 0
         assert "readiness is off" in server.log
+
+
+async def _keep_asking(server: Process) -> int:
+    """Asks over connections that are kept for as long as the server keeps them, until nobody listens; how many requests
+    were answered. Fails where one gets no answer."""
+    request = raw_request("POST", "/classify", b'{"inputs": "a good film"}', {"connection": "keep-alive"})
+    answered = 0
+    while True:
+        asked, lasting = 0, True
+        try:
+            reader, writer = await asyncio.open_connection(*server.address)
+            while lasting:
+                writer.write(request)
+                head = await reader.readuntil(b"\r\n\r\n")
+                declared = re.search(rb"content-length: (\d+)", head)
+                assert declared
+                await reader.readexactly(int(declared[1]))
+                asked += 1
+                assert head.startswith(b"HTTP/1.1 200 ")
+                lasting = b"connection: close" not in head
+            writer.close()
+        except ConnectionError:
+            # The kernel can't tell a client that comes as the listener goes.
+            assert not asked, "a connection that was kept was closed upon a request"
+            return answered
+        answered += asked
+
+
+@pytest.mark.parametrize("workers", [1, 2])
+async def test_the_end_of_the_server_closes_no_connection_upon_a_request(tiny_bundle: Bundle, workers: int) -> None:
+    with process(tiny_bundle, workers=workers, threads=1, measure_seconds=0) as server:
+        clients = [asyncio.ensure_future(_keep_asking(server)) for _ in range(40)]
+        await until(server, 'requests_total{code="200",model="tiny",route="/classify"}', lambda count: count > 200)
+        server.terminate()
+        assert sum(await asyncio.gather(*clients)) > 200
+        assert server.status() == 0
+
+
+async def test_connections_are_kept_while_clients_of_ours_would_keep_them(tiny_bundle: Bundle) -> None:
+    """Pools keep them for 15 s (aiohttp) to 60 s (nginx, AWS)."""
+    with process(tiny_bundle, keep_alive_seconds=1) as server:
+        reader, writer = await asyncio.open_connection(*server.address)
+        writer.write(raw_request("GET", "/livez", b"", {"connection": "keep-alive"}))
+        assert (await reader.read()).endswith(b'{"status":"alive"}'), "kept for a second, then closed"
+        writer.close()
+    assert load_settings().keep_alive_seconds > 60
+
+
+async def test_more_connections_are_served_than_the_shell_allows_files(tiny_bundle: Bundle) -> None:
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if hard < 400:
+        pytest.skip("this machine allows too few open files")
+    resource.setrlimit(resource.RLIMIT_NOFILE, (64, hard))
+    try:
+        started = start(tiny_bundle.path)
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (max(soft, 400), hard))
+    try:
+        server = Process(started)
+        pairs = [await asyncio.open_connection(*server.address) for _ in range(150)]
+        for reader, writer in pairs:
+            writer.write(raw_request("GET", "/livez", b""))
+            assert (await reader.read()).startswith(b"HTTP/1.1 200 ")
+            writer.close()
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+        started.kill()
+        started.wait(10)
+
+
+async def test_a_connection_without_requests_holds_up_the_end_for_a_last_call_only(tiny_bundle: Bundle) -> None:
+    with process(tiny_bundle, drain_seconds=600) as server:
+        fresh, writer = await asyncio.open_connection(*server.address)
+        kept, asking = await asyncio.open_connection(*server.address)
+        asking.write(raw_request("GET", "/livez", b"", {"connection": "keep-alive"}))
+        await kept.readuntil(b'{"status":"alive"}')
+        server.terminate()
+        assert (await fresh.read(), await kept.read()) == (b"", b"")
+        assert server.status() == 0
+        writer.close()
+        asking.close()
+
+
+async def test_after_sigterm_answers_ask_clients_to_go_elsewhere(tiny_bundle: Bundle) -> None:
+    with process(tiny_bundle, shutdown_delay_seconds=600) as server:
+        reader, writer = await asyncio.open_connection(*server.address)
+        for told in (False, True):
+            writer.write(raw_request("GET", "/livez", b"", {"connection": "keep-alive"}))
+            head = await reader.readuntil(b"\r\n\r\n")
+            assert (b"connection: close" in head) is told
+            await reader.readuntil(b'{"status":"alive"}')
+            if not told:
+                server.terminate()
+                await asyncio.to_thread(server.wait_for, "readiness is off")
+        assert await reader.read() == b""
+        writer.close()
 
 
 async def test_after_sigterm_readiness_is_off_while_requests_are_still_served(tiny_bundle: Bundle) -> None:

@@ -14,7 +14,7 @@ import pytest
 
 from models.architecture import ExitSpec
 from models.bundle import Bundle
-from server.catalog import ReloadError, ServedModel
+from server.catalog import OnceMore, ReloadError, ServedModel
 from server.engine.runner import Runner
 from tests.server.conftest import Served, error_of, eventually, samples, serving
 from tests.server.process import Process, ask, classify, metric, process, until
@@ -176,6 +176,77 @@ async def test_a_folder_that_changes_while_it_is_loaded_is_refused(
         monkeypatch.undo()
         assert (await served.classify("a film")).json()["version"] == "1"
         assert (await served.client.post(ROUTE)).json()["new_version"] == "2"
+
+
+async def test_a_file_that_changes_while_it_is_loaded_is_refused_though_the_manifest_stays(
+    tmp_path: Path, versions: dict[str, Bundle], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As where somebody copies a bundle over another one, file by file, and is not done."""
+    folder = tmp_path / "bundle"
+    shutil.copytree(versions["1"].path, folder)
+    graph = versions["2"].graph(2).relative_to(versions["2"].path)
+    warm_up = Runner.warm_up
+
+    def copy_and_warm_up(runner: Runner, *arguments: Any) -> None:
+        shutil.copyfile(versions["2"].path / graph, folder / graph)
+        warm_up(runner, *arguments)
+
+    async with serving(Bundle.load(folder), admin="open") as served:
+        monkeypatch.setattr(Runner, "warm_up", copy_and_warm_up)
+        assert "changed while it was loaded" in error_of(await served.client.post(ROUTE))["message"]
+
+
+async def test_links_that_lead_in_a_circle_are_a_bad_bundle(link: Link, tmp_path: Path) -> None:
+    copy = tmp_path / "copy"
+    shutil.copytree(link.bundle.path, copy)
+    (copy / "calibration.json").unlink()
+    (copy / "calibration.json").symlink_to("calibration.json")
+    async with serving(link.bundle, admin="open") as served:
+        for target in (copy, link.path):
+            link.turn_to(target)
+            assert (await served.client.post(ROUTE)).status_code == 422
+
+
+async def test_what_is_asked_for_while_a_reload_goes_on_is_done_afterwards(
+    link: Link, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    begun, go = threading.Event(), threading.Event()
+    warm_up = Runner.warm_up
+
+    def wait_and_warm_up(runner: Runner, *arguments: Any) -> None:
+        begun.set()
+        assert go.wait(60)
+        warm_up(runner, *arguments)
+
+    async with serving(link.bundle, admin="open") as served:
+        monkeypatch.setattr(Runner, "warm_up", wait_and_warm_up)
+        reload = OnceMore(served.catalog.reload_all)
+        reload.ask()
+        assert await asyncio.to_thread(begun.wait, 60)
+        link.turn_to("2")
+        for _ in range(3):
+            reload.ask()
+        go.set()
+        await eventually(lambda: served.catalog.default.version == "2")
+        await eventually(lambda: not served.catalog._reloading["tiny"].locked())
+        found = samples(served.metrics.registry)
+        assert found["offramp_model_reloads_total", (("model", "tiny"), ("outcome", "success"))] == 2
+
+
+@pytest.mark.parametrize("workers", [1, 2])
+async def test_the_last_of_many_sighups_counts(link: Link, workers: int) -> None:
+    info = 'model_info{device="cpu",exits="4",labels="2",model="tiny",precision="fp32",version="%s"}'
+    with process(link.bundle, workers=workers, threads=1, measure_seconds=0) as server:
+        for version in ("2", "1", "2"):
+            link.turn_to(version)
+            server.signal(signal.SIGHUP)
+            await asyncio.sleep(0.05)
+        await until(server, info % "2", lambda value: value == 1)
+        # Of several processes any may be the last.
+        await until(server, info % "1", lambda value: value == 0)
+        server.terminate()
+        assert server.status() == 0
+        assert "Traceback" not in server.log
 
 
 async def test_models_are_reloaded_by_name_and_others_are_not_touched(link: Link, pair_bundle: Bundle) -> None:

@@ -5,11 +5,14 @@ import os
 import re
 import signal
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from models.bundle import Bundle
+from server.catalog import Reloaded, ReloadError
+from server.workers import Workers
 from tests.server.conftest import eventually
 from tests.server.process import Process, Reply, ask, classify, ended, lives, metric, process, raw_request, start, until
 from tests.server.test_process import HEAVY
@@ -145,11 +148,13 @@ async def test_a_killed_process_is_replaced_while_the_other_serves_on(tiny_bundl
         assert not _files(tmp_path, "*"), "the metrics' folder is left behind"
 
 
-async def test_processes_end_when_their_parent_is_killed(tiny_bundle: Bundle) -> None:
-    with process(tiny_bundle, **QUICK) as server:
+async def test_processes_end_when_their_parent_is_killed(tiny_bundle: Bundle, tmp_path: Path) -> None:
+    with process(tiny_bundle, **QUICK, tmpdir=tmp_path) as server:
         workers = server.workers
+        assert _files(tmp_path, "*/counter_*.db")
         server.signal(signal.SIGKILL)
         await eventually(lambda: not any(lives(pid) for pid in workers))
+        assert not _files(tmp_path, "offramp-metrics-*"), "the metrics' folder is left behind"
 
 
 def test_a_bad_start_is_one_line_and_status_1(tmp_path: Path) -> None:
@@ -183,6 +188,27 @@ async def test_a_process_that_cannot_be_replaced_is_tried_again_and_the_last_end
             os.kill(pid, signal.SIGKILL)
         assert server.status() == 1
         assert "cannot start, and no other serves" in server.log
+
+
+async def test_processes_that_loaded_different_versions_are_no_success() -> None:
+    """The bundle was changed between the first and the last of them."""
+
+    def worker(new_version: str) -> Any:
+        async def reload(model: str) -> Reloaded:
+            return Reloaded(model, "1", new_version)
+
+        loaded = asyncio.get_running_loop().create_future()
+        loaded.set_result(True)
+        return SimpleNamespace(loaded=loaded, models=("tiny",), line=SimpleNamespace(reload=reload))
+
+    def nothing(*_: Any) -> Any: ...
+
+    workers = Workers(2, nothing, on_loaded=nothing, on_end=nothing, on_death=nothing, grace_seconds=0.0)
+    workers._workers = {1: worker("2"), 2: worker("3")}
+    with pytest.raises(ReloadError, match="processes serve versions 2 and 3; reload again"):
+        await workers.reload("tiny")
+    with pytest.raises(ReloadError, match="no such model; this server has tiny"):
+        await workers.reload("nobody")
 
 
 async def test_what_a_killed_process_had_in_work_is_not_counted_any_more(tiny_bundle: Bundle) -> None:

@@ -1,11 +1,14 @@
-"""Infinity's request and answer on ``/classify``."""
+"""Infinity's request and answer on ``/classify``, and Infinity's own client (``infinity-client``)."""
 
+import os
 from typing import Any
 
 import pytest
 
+from models.bundle import Bundle
 from server.api.infinity import InfinityResponse
 from tests.server.conftest import Served, error_of
+from tests.server.process import process
 
 pytestmark = pytest.mark.anyio
 
@@ -21,6 +24,23 @@ async def test_input_gets_infinitys_shape(doors: Served) -> None:
     ]
     assert answer.usage.total_tokens == expected.json()["usage"]["tokens"]
     assert (answer.object, answer.model) == ("classify", "tiny")
+
+
+def test_infinitys_own_client_works_as_it_is(tiny_bundle: Bundle) -> None:
+    if not os.environ.get("CI"):
+        pytest.importorskip("infinity_client", reason="make setup installs it")
+    from infinity_client import Client
+    from infinity_client.api.default import classify
+    from infinity_client.models import ClassifyInput, ClassifyResult
+
+    with process(tiny_bundle, threads=1, measure_seconds=0) as server, Client(base_url=server.url) as client:
+        for wish in ({}, {"raw_scores": True}, {"model": "tiny"}):
+            answer = classify.sync(client=client, body=ClassifyInput(input_=TEXTS, **wish))
+            assert isinstance(answer, ClassifyResult)
+            assert answer.model == "tiny"
+            assert [{one.label for one in scores} for scores in answer.data] == [{"negative", "positive"}] * 2
+        refused = classify.sync_detailed(client=client, body=ClassifyInput(input_=TEXTS, model="other"))
+        assert refused.status_code == 404
 
 
 async def test_one_string_raw_scores_and_a_depth_are_taken(doors: Served) -> None:

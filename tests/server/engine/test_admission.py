@@ -74,6 +74,29 @@ def test_waits_that_turn_out_longer_are_expected_to_be_longer_and_forgotten_agai
     assert admission.wait() == pytest.approx(1.0, rel=0.01)
 
 
+@pytest.mark.parametrize("longest", [0.02, 0.2, 0.5, 5.0])
+def test_a_stall_is_forgotten_by_waits_as_short_as_are_admitted_after_it(longest: float) -> None:
+    """Else all but a few would go on being refused at a tenth of the longest wait, for as long as many ask."""
+    work = Work()
+    admission = _admission(work, max_wait_seconds=longest)
+    for _ in range(1000):
+        admission.learn(predicted=longest, taken=100 * longest)
+    admission.requests = FEW_REQUESTS + 1
+    work.ahead = 0.7 * longest
+    with pytest.raises(Overloaded):
+        admission.check(1)
+    for _ in range(1000):
+        # As long as it can be without being refused; and it takes as long as was predicted.
+        work.now += 1.0
+        work.ahead *= 0.99 * longest / admission.wait()
+        work.now += 1.0
+        admission.check(1)
+        admission.learn(predicted=work.ahead, taken=work.ahead)
+    work.now += 1.0
+    work.ahead = 0.7 * longest
+    admission.check(1)
+
+
 def test_short_waits_teach_nothing_and_no_wait_is_beyond_belief() -> None:
     admission = _admission(Work(ahead=1.0))
     for _ in range(500):
