@@ -83,11 +83,11 @@ def from_validation(error: ValidationError, body: bytes) -> ApiError:
     """The first error of a pydantic validation of the JSON ``body``, as an :class:`ApiError`."""
     if error.error_count() > MAX_ERRORS:
         return invalid(f"{error.error_count()} fields are unknown or wrong; so many are not named one by one", None)
-    first = error.errors(include_url=False, include_input=False, include_context=False)[0]
+    first = error.errors(include_url=False, include_input=False)[0]
     if first["type"] == "json_invalid":
         return _from_json(first["msg"].removeprefix("Invalid JSON: "), body)
     param = path_of(first["loc"])
-    if first["type"] == "too_long" and str(MOST_INPUTS) in first["msg"]:
+    if first["type"] == "too_long" and first["ctx"]["max_length"] == MOST_INPUTS:
         return ApiError(413, f"a list of more than {MOST_INPUTS} texts", param)
     if first["type"] == "extra_forbidden":
         return invalid("no such field; unknown fields are refused so that a typing error never goes unnoticed", param)

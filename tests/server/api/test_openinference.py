@@ -1,5 +1,6 @@
 """The Open Inference Protocol, and Triton's own client."""
 
+import json
 import struct
 from collections.abc import Iterator
 from typing import Any
@@ -12,6 +13,7 @@ from pydantic import ValidationError
 from tritonclient.utils import InferenceServerException
 
 from server.api.openinference import InferRequest
+from server.config import MOST_INPUTS
 from tests.server.conftest import Served, samples
 from tests.server.process import Process
 
@@ -216,6 +218,35 @@ async def test_a_number_of_thousands_of_digits_is_not_said_again(doors: Served, 
     response = await infer(doors, inputs=[text(**change)])
     assert response.status_code == 422
     assert len(response.text) < 200
+
+
+async def test_a_tensor_of_more_texts_than_any_request_takes_is_refused_by_its_shape(doors: Served) -> None:
+    """What is in it is not read: 500,000 empty texts kept the event loop for a second."""
+    rest = b"\xff\xff\xff\xff"
+    request = {"inputs": [text(shape=[MOST_INPUTS + 1], data=None, parameters={"binary_data_size": len(rest)})]}
+    head = json.dumps(request).encode()
+    headers = {"inference-header-content-length": str(len(head))}
+    binary = await doors.client.post("/v2/models/tiny/infer", content=head + rest, headers=headers)
+    rows = await infer(doors, inputs=[text(shape=[2 * MOST_INPUTS], data=[["a"] * MOST_INPUTS] * 2)])
+    for response in (binary, rows):
+        expected = {"error": f"inputs[0].shape: more than {MOST_INPUTS} texts"}
+        assert (response.status_code, response.json()) == (413, expected)
+
+
+@pytest.mark.parametrize(
+    ("change", "field"),
+    [
+        ({"inputs": [text()] * MOST_INPUTS}, "inputs"),
+        ({"inputs": [text(shape=[1] * MOST_INPUTS)]}, "inputs[0].shape"),
+        ({"outputs": [{"name": "label"}] * MOST_INPUTS}, "outputs"),
+    ],
+)
+async def test_a_list_that_is_too_long_is_no_list_of_texts_however_long_it_is(
+    doors: Served, change: dict[str, Any], field: str
+) -> None:
+    response = await infer(doors, **({"inputs": [text()]} | change))
+    assert response.status_code == 422
+    assert response.json()["error"].startswith(f"{field}: must have at most ")
 
 
 async def test_readiness_follows_the_server(doors: Served, monkeypatch: pytest.MonkeyPatch) -> None:
