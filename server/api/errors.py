@@ -14,6 +14,7 @@ from pydantic import ValidationError
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import Response
+from starlette.routing import Match, Route
 from starlette.types import Scope
 
 from server.config import MOST_INPUTS
@@ -166,4 +167,15 @@ async def on_http_error(request: Request, error: Exception) -> Response:
     messages = {404: "no such route", 405: "this route does not take this method"}
     message = messages.get(error.status_code, str(error.detail))
     headers = dict(error.headers) if error.headers else None
+    if error.status_code == 405:
+        headers = {"Allow": ", ".join(sorted(_methods_of(request.scope)))}
     return ApiError(error.status_code, message, headers=headers).response(request.scope)
+
+
+def _methods_of(scope: Scope) -> set[str]:
+    """What the path takes, of all its routes: the framework names the methods of the first one alone."""
+    routes = [route for route in scope["app"].routes if isinstance(route, Route)]
+    methods = {
+        method for route in routes if route.matches(scope)[0] is not Match.NONE for method in route.methods or ()
+    }
+    return methods | {"HEAD"} if "GET" in methods else methods

@@ -9,6 +9,8 @@ from fastapi import APIRouter, Request, Response
 from fastapi.routing import APIRoute
 from prometheus_client.exposition import choose_encoder
 from starlette.responses import PlainTextResponse
+from starlette.routing import Match
+from starlette.types import Receive, Scope, Send
 
 from server.api import infinity, openinference, page, tei
 from server.api.depth import fastest
@@ -45,6 +47,18 @@ class DirectRoute(APIRoute):
             handler: Callable[[Request], Coroutine[Any, Any, Response]] = self.endpoint
             return handler
         return super().get_route_handler()
+
+    def matches(self, scope: Scope) -> tuple[Match, Scope]:
+        match, child_scope = super().matches(scope)
+        return (Match.FULL if match is Match.PARTIAL and self._gives_head(scope) else match), child_scope
+
+    async def handle(self, scope: Scope, receive: Receive, send: Send) -> None:
+        await (self.app if self._gives_head(scope) else super().handle)(scope, receive, send)
+
+    def _gives_head(self, scope: Scope) -> bool:
+        """What answers GET answers HEAD (RFC 9110, 9.1), and the server leaves the body out. FastAPI would want it
+        among the methods, and in the document as operations of their own."""
+        return scope["method"] == "HEAD" and "GET" in (self.methods or ())
 
 
 def add_routes(router: APIRouter, settings: Settings, catalog: Catalog, metrics: Metrics, version: str) -> None:

@@ -104,8 +104,14 @@ async def test_wrong_ways_have_the_one_error_shape(
     async with serving(tiny_bundle) as served:
         response = await served.client.request(method, path)
         assert (response.status_code, error_of(response)["type"]) == (status, kind)
-        if status == 405:
-            assert response.headers["allow"]
+
+
+async def test_a_wrong_method_is_told_all_that_the_path_takes(tiny_bundle: Bundle) -> None:
+    paths = {"/classify": "POST", "/models": "GET, HEAD", "/": "GET, HEAD, POST", "/v2/models/tiny": "GET, HEAD"}
+    async with serving(tiny_bundle) as served:
+        for path, methods in paths.items():
+            response = await served.client.delete(path)
+            assert (response.status_code, response.headers["allow"]) == (405, methods)
 
 
 async def test_models_lists_what_requests_can_ask_for(tiny_bundle: Bundle, pair_bundle: Bundle) -> None:
