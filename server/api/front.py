@@ -131,7 +131,7 @@ def wish_from(fields: Mapping[str, Any], header: str | None) -> ClassifyRequest:
     given = {name: value for name, value in fields.items() if value is not None}
     for name, value in _in_header(header).items():
         if name in given:
-            raise invalid(f"given in the body and in the {WISHES_HEADER} header", name)
+            raise invalid(f"given in the request and in its {WISHES_HEADER} header", name)
         given[name] = value
     try:
         return ClassifyRequest.model_validate(given)

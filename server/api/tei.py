@@ -106,7 +106,10 @@ def _read(body: bytes, header: str | None) -> Call:
                 raise invalid("given beside inputs and in parameters", name)
             fields[name] = value
         apply = fields.pop("function_to_apply", None)
-        fields["raw_scores"] = asked.raw_scores or apply == "none"
+        if apply is not None:
+            if "raw_scores" in asked.model_fields_set:
+                raise invalid("says what raw_scores says beside inputs", "parameters.function_to_apply")
+            fields["raw_scores"] = apply == "none"
     texts = [_text(row, f"inputs[{index}]" if many else "inputs") for index, row in enumerate(rows)]
     fields["inputs"] = texts if many else texts[0]
 

@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+from typing import Any
 
 import httpx
 import pytest
@@ -11,7 +12,7 @@ from server.api.errors import ApiError
 from server.api.front import MOST_VALUES, read_as
 from server.api.schemas import ClassifyRequest
 from server.config import MOST_INPUTS
-from tests.server.conftest import Served, error_of, samples, serving
+from tests.server.conftest import Served, error_of, samples, serving, some_texts
 from tests.server.process import Process, process, raw_request
 
 pytestmark = pytest.mark.anyio
@@ -115,3 +116,31 @@ async def test_slow_bodies_and_slow_heads_are_given_up(tiny_bundle: Bundle) -> N
         # Whoever is slow within the time is served, and so is a second request on the connection.
         slow = await _answer_to(server, whole[:20], whole[20:-5], whole[-5:], whole.replace(b"keep-alive", b"close"))
         assert slow.count(b"HTTP/1.1 200 ") == 2
+
+
+@pytest.mark.parametrize("wish", [{}, {"quality": 1.0}, {"threshold": 0.6}])
+async def test_every_door_gives_the_same_labels_and_scores_in_the_order_of_the_texts(
+    doors: Served, wish: dict[str, float]
+) -> None:
+    texts = some_texts(40)
+    expected = await doors.results(texts, **wish)
+
+    async def answer(path: str, **body: Any) -> Any:
+        response = await doors.client.post(path, json=body)
+        assert response.status_code == 200, response.text
+        return response.json()
+
+    rows = [[text] for text in texts]
+    tensor = {"name": "text", "shape": [len(texts), 1], "datatype": "BYTES", "data": rows}
+    tensors = (await answer("/v2/models/tiny/infer", inputs=[tensor], parameters=wish))["outputs"]
+    outputs = {output["name"]: output["data"] for output in tensors}
+    assert outputs["label"] == [result["label"] for result in expected]
+    assert outputs["exit"] == [result["exit"]["number"] for result in expected]
+    assert outputs["score"] == pytest.approx([result["score"] for result in expected], abs=1e-4)
+    for lists in (
+        await answer("/predict", inputs=rows, **wish),
+        await answer("/", inputs=rows, parameters=wish),
+        (await answer("/classify", input=texts, **wish))["data"],
+    ):
+        assert [scores[0]["label"] for scores in lists] == outputs["label"]
+        assert [scores[0]["score"] for scores in lists] == pytest.approx(outputs["score"], abs=1e-4)

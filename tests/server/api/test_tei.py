@@ -110,6 +110,8 @@ async def test_the_depth_is_chosen_in_the_body_the_parameters_or_the_header(
         (None, {"inputs": TEXT, "truncation_direction": "left"}, "truncation_direction"),
         (None, {"inputs": TEXT, "quality": 0.97, "parameters": {"quality": 0.97}}, "quality"),
         (None, {"inputs": TEXT, "parameters": {"function_to_apply": "sigmoid"}}, "function_to_apply"),
+        (None, {"inputs": TEXT, "raw_scores": True, "parameters": {"function_to_apply": "softmax"}}, "raw_scores"),
+        (None, {"inputs": TEXT, "raw_scores": False, "parameters": {"function_to_apply": "none"}}, "raw_scores"),
         ("quality=0.97", {"inputs": TEXT, "quality": 0.97}, "quality"),
         ("quality=0.97, speed=2", {"inputs": TEXT}, "at most one way"),
         ("quality=high", {"inputs": TEXT}, "quality"),
