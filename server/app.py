@@ -36,6 +36,7 @@ from server.api.errors import ApiError, on_api_error, on_http_error
 from server.api.front import EXITS_HEADER, WISHES_HEADER
 from server.api.keys import RequireKey, load_keys
 from server.api.openapi import document_of
+from server.api.openinference import JSON_LENGTH_HEADER
 from server.api.routes import REQUESTS, add_routes, metrics_page
 from server.catalog import Catalog, OnceMore, Reloaded, load_catalog
 from server.config import Settings, StartError, unknown_variables
@@ -127,9 +128,9 @@ def create_app(
         app.add_middleware(
             CORSMiddleware,
             allow_origins=settings.cors_allow_origin,
-            allow_methods=["GET", "POST"],
-            allow_headers=["Authorization", "Content-Type", "X-Request-ID", WISHES_HEADER],
-            expose_headers=["X-Request-ID", "Server-Timing", "Retry-After", EXITS_HEADER],
+            allow_methods=["GET", "HEAD", "POST"],
+            allow_headers=["Authorization", "Content-Type", "X-Request-ID", WISHES_HEADER, JSON_LENGTH_HEADER],
+            expose_headers=["X-Request-ID", "Server-Timing", "Retry-After", EXITS_HEADER, JSON_LENGTH_HEADER],
         )
     app.add_middleware(Observe, metrics=metrics, catalog=catalog, access_log=settings.access_log, tracing=tracing)
     document: dict[str, Any] = {}

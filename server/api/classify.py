@@ -124,7 +124,7 @@ def _texts(request: ClassifyRequest, model: ServedModel, settings: Settings) -> 
         else:
             text, first, pair = Text(element), path, path
         if takes_pairs and text.pair is None:
-            raise invalid("this model classifies pairs: an object with text and text_pair is needed", pair)
+            raise invalid("this model classifies pairs, and the second text (text_pair) is missing", pair)
         if text.pair is not None and not takes_pairs:
             raise invalid("this model takes single texts, no pairs", pair)
         _check_text(text.text, first, settings)

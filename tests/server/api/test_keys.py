@@ -134,7 +134,8 @@ def test_keys_in_the_environment_are_separated_by_commas(monkeypatch: pytest.Mon
 
 async def test_pages_of_other_origins_may_call_only_where_the_setting_lists_them(tiny_bundle: Bundle) -> None:
     asked = {"origin": "https://app.example", "access-control-request-method": "POST"}
-    wanted = {"access-control-request-headers": "authorization, content-type, x-offramp"}
+    headers = "authorization, content-type, x-offramp, inference-header-content-length"
+    wanted = {"access-control-request-headers": headers}
     async with serving(tiny_bundle) as served:
         response = await served.client.get("/models", headers={"origin": "https://app.example"})
         assert "access-control-allow-origin" not in response.headers
@@ -147,7 +148,8 @@ async def test_pages_of_other_origins_may_call_only_where_the_setting_lists_them
         response = await served.client.get(
             "/models", headers={"origin": "https://app.example", "authorization": f"Bearer {KEY}"}
         )
-        assert "X-Request-ID" in response.headers["access-control-expose-headers"]
+        exposed = response.headers["access-control-expose-headers"].split(", ")
+        assert {"X-Request-ID", "X-Offramp-Exits", "Inference-Header-Content-Length"} <= set(exposed)
 
 
 def test_settings_can_be_logged_as_a_whole(caplog: pytest.LogCaptureFixture) -> None:
