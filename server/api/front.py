@@ -194,7 +194,10 @@ def to_json(document: Any, headers: dict[str, str] | None = None) -> Response:
 
 
 async def _body(request: Request, settings: Settings) -> bytes:
-    """The whole body. Raises :class:`ApiError`: 413 as soon as it is known to be too large, 408 where it is slow."""
+    """The whole body. Raises :class:`ApiError`: 413 as soon as it is known to be too large, 408 where it is slow, 400
+    where it is compressed."""
+    if request.headers.get("content-encoding", "identity").lower() != "identity":
+        raise ApiError(400, "compressed bodies are not taken (Content-Encoding)")
     limit, seconds = settings.max_body_bytes, settings.request_timeout_seconds
     declared = request.headers.get("content-length", "")
     if declared.isdecimal() and int(declared[:19]) > limit:

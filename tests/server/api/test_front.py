@@ -1,11 +1,15 @@
 """What all doors share: limits of requests in work, of time and of tokens."""
 
 import asyncio
+import gzip
 import json
 from typing import Any
 
 import httpx
+import numpy as np
 import pytest
+import tritonclient.http as triton
+from tritonclient.utils import InferenceServerException
 
 from models.bundle import Bundle
 from server.api.errors import ApiError
@@ -84,6 +88,25 @@ async def test_a_number_in_the_header_is_written_as_in_json(doors: Served) -> No
         headers = [(b"X-Offramp", wish.encode("latin-1"))]
         response = await doors.client.post("/classify", json={"inputs": "a film"}, headers=headers)
         assert (response.status_code, error_of(response)["param"]) == (422, wish.partition("=")[0])
+
+
+def test_tritons_client_is_told_that_compressed_bodies_are_not_taken(server: Process) -> None:
+    text = triton.InferInput("text", [1], "BYTES")
+    text.set_data_from_numpy(np.array([b"a film" * 50], dtype=np.object_))
+    with triton.InferenceServerClient("{}:{}".format(*server.address)) as client:
+        for name in ("gzip", "deflate"):
+            with pytest.raises(InferenceServerException, match=r"\[400\] compressed bodies are not taken"):
+                client.infer("tiny", [text], request_compression_algorithm=name)
+
+
+@pytest.mark.parametrize(("path", "field"), [("/classify", "inputs"), ("/classify", "input"), ("/predict", "inputs")])
+async def test_a_compressed_body_is_called_so_at_every_door(doors: Served, path: str, field: str) -> None:
+    body = json.dumps({field: "a film"}).encode()
+    response = await doors.client.post(path, content=gzip.compress(body), headers={"content-encoding": "gzip"})
+    assert response.status_code == 400
+    assert "compressed bodies are not taken" in response.text
+    plain = await doors.client.post(path, content=body, headers={"content-encoding": "Identity"})
+    assert plain.status_code == 200
 
 
 @pytest.mark.parametrize("text", ["plain", ",[{" * 50, '"', "\\", '\\",[', 'a\\\\"[,'])
