@@ -84,36 +84,35 @@ def _curves(points: Sequence[Point]) -> Figure:
 
 def _angles(findings: Findings) -> Figure:
     counts = angle_counts(findings)
-    # A row for methods of one exit, one for those of several; a column for each task and head.
-    columns = list(dict.fromkeys((task, head) for task, _, head in counts))
-    kinds = [kind for kind in (True, False) if any(is_single(method) == kind for _, method, _ in counts)]
-    figure = Figure(figsize=(max(4.6, 3.1 * len(columns)), 2.7 * len(kinds) + 0.4), dpi=144, layout="constrained")
-    grid = figure.subplots(len(kinds), len(columns), squeeze=False, sharex=True)
-    for row, single in zip(grid, kinds, strict=True):
-        for axes, (task, head) in zip(row, columns, strict=True):
-            methods = ordered([m for t, m, h in counts if (t, h) == (task, head) and is_single(m) == single])
-            axes.axvspan(75, 105, color="#57606a", alpha=0.09, lw=0)
-            axes.axvline(90, color="#57606a", lw=1, ls=(0, (4, 3)))
-            for method in methods:
-                own = counts[task, method, head]
-                share = 100 * own / own.sum()
-                above = share[90 // BIN :].sum()
-                label = f"{contrast_name(method)} ({method}): {above:.0f} % > 90°"
-                edges = np.arange(0, 180 + BIN, BIN)
-                axes.stairs(share, edges, color=COLOURS[method], fill=True, alpha=0.22)
-                axes.stairs(share, edges, color=COLOURS[method], lw=1.5, label=label)
-            tidy(axes)
-            axes.set_xlim(0, 180)
-            axes.set_xticks(range(0, 181, 30), [f"{angle}°" for angle in range(0, 181, 30)])
-            axes.set_title(f"{task}, {head}, {'one exit' if single else 'all exits'}", loc="left", fontsize=9.5)
-            if methods:
-                # Above the tallest bar, where no bar can be behind it.
-                axes.set_ylim(0, axes.get_ylim()[1] * 1.35)
-                axes.legend(frameon=False, fontsize=7.5, loc="upper left")
-    for row in grid:
-        row[0].set_ylabel("batches (%)", color=_INK)
-    for axes in grid[-1]:
+    # A panel for each task and head; methods of one exit first, those of several in panels of their own.
+    panels = sorted({(not is_single(method), task, head) for task, method, head in counts})
+    columns = min(3, len(panels))
+    rows = -(-len(panels) // columns)
+    figure = Figure(figsize=(max(4.6, 3.1 * columns), 2.7 * rows + 0.4), dpi=144, layout="constrained")
+    grid = figure.subplots(rows, columns, squeeze=False).ravel()
+    for place, (axes, (several, task, head)) in enumerate(zip(grid, panels, strict=False)):
+        axes.axvspan(75, 105, color="#57606a", alpha=0.09, lw=0)
+        axes.axvline(90, color="#57606a", lw=1, ls=(0, (4, 3)))
+        for method in ordered([m for t, m, h in counts if (t, h, is_single(m)) == (task, head, not several)]):
+            own = counts[task, method, head]
+            share = 100 * own / own.sum()
+            above = share[90 // BIN :].sum()
+            label = f"{contrast_name(method)} ({method}): {above:.0f} % > 90°"
+            edges = np.arange(0, 180 + BIN, BIN)
+            axes.stairs(share, edges, color=COLOURS[method], fill=True, alpha=0.22)
+            axes.stairs(share, edges, color=COLOURS[method], lw=1.5, label=label)
+        tidy(axes)
+        axes.set_xlim(0, 180)
+        axes.set_xticks(range(0, 181, 30), [f"{angle}°" for angle in range(0, 181, 30)])
+        axes.set_title(f"{task}, {head}, {'all exits' if several else 'one exit'}", loc="left", fontsize=9.5)
+        # Above the tallest bar, where no bar can be behind it.
+        axes.set_ylim(0, axes.get_ylim()[1] * 1.35)
+        axes.legend(frameon=False, fontsize=7.5, loc="upper left")
         axes.set_xlabel("angle to the gradient of CE", color=_INK)
+        if place % columns == 0:
+            axes.set_ylabel("batches (%)", color=_INK)
+    for axes in grid[len(panels) :]:
+        axes.set_axis_off()
     return figure
 
 

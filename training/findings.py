@@ -141,7 +141,8 @@ def collect(folders: Sequence[Path], *, embed: bool = True) -> Findings:
                 if result["settings"]["contrast"]["weight"] == DEFAULT_WEIGHT:
                     groups[result["method"], result["head"]].append((path, result))
             for (method, head), runs in groups.items():
-                points += _points(part.name, method, head, runs)
+                if not is_single(method):
+                    points += _points(part.name, method, head, runs)
                 angles += _angles(part.name, method, head, [path for path, _ in runs])
                 if embed and method in EMBEDDED and (EMBEDDED[-1], head) in groups:
                     places += _places(part.name, method, head, runs[0][0])
