@@ -6,7 +6,6 @@ Its HTTP shape is in ``schemas``; ``offramp classify`` uses it without HTTP.
 from dataclasses import dataclass
 from typing import Any
 
-from models.exits import full_depth
 from server.api.depth import Depth, choose_depth
 from server.api.errors import ApiError, invalid
 from server.api.schemas import ClassifyRequest, TextPair
@@ -70,8 +69,6 @@ async def classify(
         pressure=0.0 if request.quality_floor is None else model.engine.pressure(),
         suspended=model.promises.suspended,
     )
-    if model.promises.suspended(depth.tier):
-        depth = Depth(full_depth(exits), 1.0)
     deadline_ms = settings.deadline_ms if request.deadline_ms is None else request.deadline_ms
     try:
         submitted = await model.engine.submit(

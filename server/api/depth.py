@@ -60,6 +60,8 @@ def choose_depth(
         return Depth(replace(full_depth(deepest), max_exit=high), None if limited else 1.0)
     # The certificate is for thresholds alone: other exits' answers were not counted when it was drawn up.
     voided = low > 1 or limited
+    if not voided and suspended(tier.quality):
+        return Depth(full_depth(exits), 1.0)
     policy = Policy(tier.criterion, tier.threshold, low, high)
     return Depth(policy, None if voided else tier.quality, lowered is not None)
 
