@@ -153,7 +153,7 @@ def simulate(
     expiring: deque[Any] = deque()
     number = itertools.count()
     refused = inside = events = 0
-    free, last, busy = service.workers, 0.0, 0.0
+    free, busy = service.workers, 0.0
 
     while True:
         clock.share(service.workers - free + coming.working)
@@ -209,7 +209,6 @@ def simulate(
             scheduler.ran(segment, len(batch), left)
             if survivors:
                 scheduler.add(survivors, now)
-        last = now
         events += 1
         while free and (picked := scheduler.pick(now)) is not None:
             free -= 1
@@ -218,7 +217,7 @@ def simulate(
             runs[picked.segment - 1] += 1
             ran[picked.segment - 1] += len(picked.items)
             heapq.heappush(ending, (clock.work + lasts, next(number), picked.segment, picked.items))
-    return Simulated(seconds, passed, refused, np.array(runs), np.array(ran), busy, last, events)
+    return Simulated(seconds, passed, refused, np.array(runs), np.array(ran), busy, clock.now, events)
 
 
 class _Clock:
