@@ -130,7 +130,7 @@ def _serve(**flags: Any) -> None:
     except StartError as error:
         raise UsageError(str(error)) from error
     require_one_runtime(installed_runtimes())
-    from server.app import run as serve_until_told_to_stop
+    from server.main import run as serve_until_told_to_stop
 
     raise typer.Exit(serve_until_told_to_stop(settings))
 

@@ -1,28 +1,22 @@
-"""Puts the server together: an ASGI app from settings and bundles, and the process that serves it."""
+"""Puts a server process together: an ASGI app from settings and bundles, and what serves it."""
 
 import asyncio
 import gc
 import logging
 import multiprocessing
-import os
-import resource
 import signal
 import socket
-import sys
-import tempfile
 import threading
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
-from contextlib import asynccontextmanager, nullcontext, suppress
+from contextlib import asynccontextmanager, nullcontext
+from dataclasses import dataclass
 from importlib import metadata
 from multiprocessing.connection import Connection
-from multiprocessing.context import SpawnProcess
-from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING, Any
 
 import uvicorn
 from fastapi import FastAPI
-from prometheus_client.multiprocess import mark_process_dead
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.middleware.cors import CORSMiddleware
@@ -30,7 +24,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
-from models.bundle import Bundle, BundleError
+from models.bundle import Bundle
 from server.api import admin
 from server.api.errors import ApiError, on_api_error, on_http_error
 from server.api.front import EXITS_HEADER, WISHES_HEADER
@@ -38,13 +32,16 @@ from server.api.keys import RequireKey, load_keys
 from server.api.openapi import document_of
 from server.api.openinference import JSON_LENGTH_HEADER
 from server.api.routes import REQUESTS, add_routes, metrics_page
-from server.catalog import Catalog, OnceMore, Reloaded, load_catalog
-from server.config import Settings, StartError, unknown_variables
-from server.logs import configure_logging
-from server.metrics import Metrics, Shared
+from server.catalog import Catalog, load_catalog
+from server.config import Settings, StartError, load_bundles
+from server.listener import Balance, Listener
+from server.logs import log_addresses
+from server.metrics import Metrics
 from server.middleware import Observe
+from server.neighbours import Connections, Shared
 from server.protocol import bounded_http
-from server.workers import Failed, Line, Loaded, Workers
+from server.reload import OnceMore, Reloaded
+from server.workers import Failed, Line, Loaded
 
 if TYPE_CHECKING:
     from server.tracing import Tracing
@@ -55,14 +52,6 @@ DESCRIPTION = """Text classification that pays only for the depth each request n
 
 A text leaves the network at the first exit that is sure enough for what its request asked: a certified `quality`, a
 mean `speed`, or a `criterion` with a `threshold`. Every error is `{"error": {"type", "message", "param"}}`."""
-
-
-def load_bundles(settings: Settings) -> list[Bundle]:
-    """The bundles that ``settings`` name, verified. Raises :class:`StartError`."""
-    try:
-        return [Bundle.load(path) for path in settings.bundle_paths]
-    except BundleError as error:
-        raise StartError(str(error)) from None
 
 
 def load_tracing(settings: Settings) -> "Tracing | None":
@@ -144,120 +133,59 @@ def create_app(
     return app
 
 
-def run(settings: Settings) -> int:
-    """Serves until SIGTERM or SIGINT, and returns the exit status: 0 after a drain, 1 (and one line) on a bad start."""
-    configure_logging(settings.log_level, settings.log_format)
-    for name in unknown_variables(dict(os.environ)):
-        logger.warning("%s is not a setting of this server", name)
-    _allow_many_connections()
-    try:
-        if settings.workers > 1:
-            return _run_workers(settings)
-        tracing = load_tracing(settings)
-        app = create_app(settings, load_bundles(settings), tracing)
-        listener = _listen(settings.host, settings.port)
-        monitor = None if settings.metrics_port is None else _listen(settings.host, settings.metrics_port)
-    except StartError as error:
-        print(f"offramp: {error}", file=sys.stderr)
-        return 1
-    return _run(app, listener, monitor, settings, tracing)
+def serve_alone(
+    settings: Settings, bundles: Sequence[Bundle], listening: socket.socket, monitor: socket.socket | None
+) -> int:
+    """Serves in this process until it is told to end; the exit status. Raises :class:`StartError`."""
+    tracing = load_tracing(settings)
+    app = create_app(settings, bundles, tracing)
+    return _run(app, Sockets(listening, monitor), settings, tracing)
 
 
-def _allow_many_connections() -> None:
-    """Raises the limit of open files, for this process and its workers, as far as it may be: beyond it, which often is
-    1,024, the event loop closes connections as soon as they are made, and says nothing."""
-    _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
-    with suppress(OSError, ValueError):
-        resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
-
-
-def _run_workers(settings: Settings) -> int:
-    """Serves with several processes that share their sockets. Raises :class:`StartError`."""
-    listener = _listen(settings.host, settings.port)
-    monitor = None if settings.metrics_port is None else _listen(settings.host, settings.metrics_port)
-    try:
-        # Memory-mapped files of a few hundred KB a process.
-        folder = tempfile.TemporaryDirectory(prefix="offramp-metrics-")
-    except OSError as error:
-        raise StartError(
-            f"no temporary folder for the metrics of several processes: {error.strerror} (TMPDIR names another place)"
-        ) from None
-    context = multiprocessing.get_context("spawn")
-
-    def spawn(number: int) -> tuple[SpawnProcess, "Connection[object, object]"]:
-        ours, theirs = context.Pipe()
-        shared = Shared(Path(folder.name), number)
-        process = context.Process(
-            target=work, args=(settings, listener, monitor, shared, theirs), name=f"worker-{number}"
-        )
-        process.start()
-        theirs.close()
-        return process, ours
-
-    def on_loaded() -> None:
-        if monitor is not None:
-            logger.info("metrics on %s/metrics", _url(monitor))
-        # Last: whoever starts a server waits for this line.
-        logger.info("listening on %s with %d processes", _url(listener), settings.workers)
-
-    def on_end() -> None:
-        # The workers have their own; the port is free once the last of them closes it.
-        listener.close()
-        if monitor is not None:
-            monitor.close()
-
-    async def serve() -> int:
-        return await Workers(
-            settings.workers,
-            spawn,
-            on_loaded=on_loaded,
-            on_end=on_end,
-            on_death=lambda number: mark_process_dead(number, folder.name),
-            grace_seconds=settings.shutdown_delay_seconds + settings.drain_seconds,
-        ).run()
-
-    with folder:
-        return asyncio.run(serve())
-
-
-def work(
+def serve_with_others(
     settings: Settings,
-    listener: socket.socket,
+    listening: socket.socket,
     monitor: socket.socket | None,
     shared: Shared,
     connection: "Connection[object, object]",
-) -> None:
-    """One of several server processes: its whole life, from its own start on."""
-    configure_logging(settings.log_level, settings.log_format, worker=shared.number)
-    settings = settings.model_copy(update={"device": settings.device_of(shared.number)})
+) -> int:
+    """Serves as one of several processes, whose parent is at the other end of ``connection``; the exit status."""
     line = Line(connection)
     try:
         tracing = load_tracing(settings)
         app = create_app(settings, load_bundles(settings), tracing, shared, line.reload)
+        balance = Balance(Connections(shared.folder, settings.workers or 1), shared.number)
     except StartError as error:
         line.send(Failed(str(error)))
-        sys.exit(1)
-    status = _run(app, listener, monitor, settings, tracing, line)
+        return 1
+    status = _run(app, Sockets(listening, monitor, balance), settings, tracing, line)
     parent = multiprocessing.parent_process()
     if parent is not None and not parent.is_alive():
         shared.leave()
-    sys.exit(status)
+    return status
+
+
+@dataclass(frozen=True, slots=True)
+class Sockets:
+    """Where requests come in, and the metrics are asked for, where that is elsewhere; ``balance`` is the share of the
+    connections that one of several processes takes."""
+
+    listening: socket.socket
+    monitor: socket.socket | None
+    balance: Balance | None = None
 
 
 def _run(
-    app: FastAPI,
-    listener: socket.socket,
-    monitor: socket.socket | None,
-    settings: Settings,
-    tracing: "Tracing | None",
-    line: Line | None = None,
+    app: FastAPI, sockets: Sockets, settings: Settings, tracing: "Tracing | None", line: Line | None = None
 ) -> int:
     """Serves ``app``; ``line`` leads to the parent, where this is one of several processes."""
     _spare_the_garbage_collector()
+    catalog: Catalog = app.state.catalog
+    count = None if sockets.balance is None else sockets.balance.has
     config = uvicorn.Config(
         app,
         log_config=None,
-        http=bounded_http(settings.request_timeout_seconds, lambda: app.state.catalog.draining),
+        http=bounded_http(settings.request_timeout_seconds, lambda: catalog.draining, count),
         ws="none",
         access_log=False,
         # Nothing here asks who the client is.
@@ -268,7 +196,7 @@ def _run(
         timeout_graceful_shutdown=int(settings.drain_seconds),
     )
     with asyncio.Runner(loop_factory=config.get_loop_factory()) as runner:
-        status = runner.run(_serve(uvicorn.Server(config), app, listener, monitor, settings, line))
+        status = runner.run(_serve(_Server(config, sockets), app, sockets, settings, line))
     if tracing is not None:
         tracing.close()
     return status
@@ -282,14 +210,30 @@ def _spare_the_garbage_collector() -> None:
     gc.set_threshold(20_000, 20, 100)
 
 
-async def _serve(
-    server: uvicorn.Server,
-    app: FastAPI,
-    listener: socket.socket,
-    monitor: socket.socket | None,
-    settings: Settings,
-    line: Line | None,
-) -> int:
+class _Server(uvicorn.Server):
+    """Uvicorn's server, with a listener of ours."""
+
+    def __init__(self, config: uvicorn.Config, sockets: Sockets) -> None:
+        super().__init__(config)
+        self._sockets = sockets
+        self._listener: Listener | None = None
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        await super().startup([])
+        self._listener = Listener(self._sockets.listening, self._protocol, self._sockets.balance)
+
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        if self._listener is not None:
+            await self._listener.close()
+        await super().shutdown(sockets)
+
+    def _protocol(self) -> asyncio.Protocol:
+        # As uvicorn makes them.
+        made: Any = self.config.http_protocol_class
+        return made(config=self.config, server_state=self.server_state, app_state=self.lifespan.state)
+
+
+async def _serve(server: uvicorn.Server, app: FastAPI, sockets: Sockets, settings: Settings, line: Line | None) -> int:
     loop = asyncio.get_running_loop()
     catalog: Catalog = app.state.catalog
     reload = OnceMore(catalog.reload_all)
@@ -309,11 +253,6 @@ async def _serve(
         logger.info("%s: readiness is off, finishing accepted work", signal.Signals(sig).name)
         loop.call_soon_threadsafe(loop.call_later, settings.shutdown_delay_seconds, stop)
 
-    async def shutdown(sockets: list[socket.socket] | None = None) -> None:
-        await _stop_listening(listener, server)
-        await uvicorn.Server.shutdown(server, sockets)
-
-    server.shutdown = shutdown  # type: ignore[method-assign]
     # Uvicorn's own handler would raise the signal again after a clean end, and the exit status would be 143.
     server.handle_exit = on_signal  # type: ignore[method-assign]
     if threading.current_thread() is threading.main_thread():
@@ -322,17 +261,15 @@ async def _serve(
             signal.signal(sig, on_signal)
         if line is None:
             signal.signal(signal.SIGHUP, lambda sig, frame: loop.call_soon_threadsafe(reload.ask))
-    async with _metrics_served(app.state.metrics, monitor):
+    async with _metrics_served(app.state.metrics, sockets.monitor):
         if line is None:
-            if monitor is not None:
-                logger.info("metrics on %s/metrics", _url(monitor))
-            logger.info("listening on %s", _url(listener))
+            log_addresses(sockets.listening, sockets.monitor)
         else:
             # A parent that dies leaves nobody to tell us when to end.
             line.open(catalog.reload, lambda _: None, lambda: on_signal(signal.SIGTERM, None))
             line.send(Loaded(tuple(catalog.models)))
             watch = asyncio.ensure_future(_end_once_broken(catalog, server))
-        await server.serve(sockets=[listener])
+        await server.serve(sockets=[])
     if server.force_exit:
         # Uvicorn leaves it at that; requests still get their 503, and the engine its orderly end.
         for task in list(server.server_state.tasks):
@@ -341,29 +278,6 @@ async def _serve(
     if watch is not None and watch.done() and watch.result():
         return 1
     return 0 if server.started else 1
-
-
-async def _stop_listening(listener: socket.socket, server: uvicorn.Server) -> None:
-    """Ends ``listener`` and gives ``server`` the connections that wait there: their clients know them as open, and may
-    have sent a request, but the kernel resets them once no process listens any more."""
-    config, loop = server.config, asyncio.get_running_loop()
-
-    def protocol() -> asyncio.Protocol:
-        # As uvicorn makes them.
-        made: Any = config.http_protocol_class
-        return made(config=config, server_state=server.server_state, app_state=server.lifespan.state)
-
-    waiting: list[socket.socket] = []
-    with listener.dup() as still_open:
-        for one in server.servers:
-            one.close()
-        listener.close()
-        with suppress(OSError):
-            while True:
-                waiting.append(still_open.accept()[0])
-    for connection in waiting:
-        connection.setblocking(False)
-        await loop.connect_accepted_socket(protocol, connection)
 
 
 async def _end_once_broken(catalog: Catalog, server: uvicorn.Server) -> bool:
@@ -409,21 +323,6 @@ async def _keep_fresh(metrics: Metrics) -> None:
     while True:
         metrics.refresh()
         await asyncio.sleep(1.0)
-
-
-def _url(listener: socket.socket) -> str:
-    host, port = listener.getsockname()[:2]
-    return f"http://{f'[{host}]' if ':' in host else host}:{port}"
-
-
-def _listen(host: str, port: int) -> socket.socket:
-    try:
-        family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[0]
-        return socket.create_server(address[:2], family=family, backlog=2048)
-    except OSError as error:
-        # The text of create_server's own error repeats the address.
-        why = os.strerror(error.errno) if error.errno and error.errno > 0 else error.strerror or error
-        raise StartError(f"cannot listen on {host}:{port}: {why}") from None
 
 
 def _version() -> str:

@@ -6,51 +6,28 @@ import functools
 import logging
 import os
 from collections import defaultdict
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal
 
 from models.architecture import Architecture
 from models.bundle import Bundle, BundleError, Precision, PrecisionCalibration
 from models.costs import exit_costs, layer_cost, reading_costs
 from server.api.depth import calibrated_shares
 from server.config import Settings, StartError
-from server.cpus import Turns, cpu_allowance, most_lone_threads, split_cpus
 from server.engine.cuda import CudaVersions
 from server.engine.engine import Engine
 from server.engine.latency import LatencyTable
 from server.engine.order import ORDERS
 from server.engine.request import Output, SegmentRunner, Work
 from server.engine.runner import Runner
+from server.machine import Turns, cpu_allowance, most_lone_threads, split_cpus
 from server.metrics import Metrics, ModelMetrics
 from server.promises import Promises
+from server.reload import Reloaded, ReloadError
 from server.runtime import Runtime, open_runtime
 
 logger = logging.getLogger("offramp")
-
-
-@dataclass(frozen=True, slots=True)
-class Reloaded:
-    """A model was loaded anew; both versions are the same where the bundle is."""
-
-    model: str
-    old_version: str
-    new_version: str
-
-
-class ReloadError(Exception):
-    """A model was not loaded anew, and serves as before: it is ``unknown``, a reload of it goes on (``busy``), its new
-    bundle is ``bad``, or the server is ``ending``."""
-
-    def __init__(self, kind: Literal["unknown", "busy", "bad", "ending"], message: str) -> None:
-        super().__init__(message)
-        self.kind = kind
-        self.message = message
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        """From process to process."""
-        return ReloadError, (self.kind, self.message)
 
 
 class Users:
@@ -112,8 +89,9 @@ class ServedModel:
         return self.precision == precision and self.bundle.manifest.architecture == architecture
 
     def show(self) -> None:
-        """Makes the gauges those of this version."""
+        """Makes the gauges, and the checks that processes share, those of this version."""
         manifest, calibration = self.bundle.manifest, self.calibration
+        self.metrics.count_with_others(manifest.version)
         exits = len(manifest.architecture.exits)
         shares = {tier: calibrated_shares(calibration, tier, exits=exits) for tier in (1.0, *_tiers(calibration))}
         self.metrics.show(
@@ -157,26 +135,6 @@ class Costs:
     def beyond(self, exit: int) -> float:
         """Cost of going on from ``exit`` to the last one, reading none between."""
         return max(0.0, self.until[-1] - self.until[exit - 1] - sum(self.reading[exit:-1]))
-
-
-class OnceMore:
-    """Runs something whenever it is asked for, once at a time. Asked for meanwhile it runs once more afterwards: what
-    it has read may be of before. For an event loop's thread."""
-
-    def __init__(self, run: Callable[[], Awaitable[None]]) -> None:
-        self._run = run
-        self._asked = False
-        self._task: asyncio.Task[None] | None = None
-
-    def ask(self) -> None:
-        self._asked = True
-        if self._task is None or self._task.done():
-            self._task = asyncio.ensure_future(self._work())
-
-    async def _work(self) -> None:
-        while self._asked:
-            self._asked = False
-            await self._run()
 
 
 class Catalog:
@@ -283,7 +241,7 @@ def load_catalog(settings: Settings, bundles: Sequence[Bundle], metrics: Metrics
     Raises :class:`StartError` where a bundle lacks the precision asked for, its graphs do not fit its manifest, or the
     device does not work.
     """
-    cpus = max(1, cpu_allowance() // settings.workers)
+    cpus = max(1, cpu_allowance() // (settings.workers or 1))
     turns = Turns(split_cpus(cpus, settings.runs, settings.threads)[0]) if len(bundles) > 1 else None
     open_model = functools.partial(_open, settings, metrics, cpus, turns)
     models = [open_model(bundle.path, bundle) for bundle in bundles]

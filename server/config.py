@@ -4,6 +4,7 @@ A setting comes from a flag of ``offramp serve``, else from the environment vari
 default below. Bad settings stop the start with one line; nothing is left to fail at the first request.
 """
 
+import math
 import os
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self
@@ -11,7 +12,7 @@ from typing import Annotated, Any, Literal, Self
 from pydantic import Field, SecretStr, ValidationError, field_validator, model_validator
 from pydantic_settings import BaseSettings, NoDecode, SettingsConfigDict
 
-from models.bundle import SHIPPED_BUNDLE, Precision
+from models.bundle import SHIPPED_BUNDLE, Bundle, BundleError, Precision
 from server.engine.order import OrderName
 
 # No setting of max_inputs goes beyond it, so that a list can be refused at its first element too many: checking the
@@ -43,12 +44,13 @@ class Settings(BaseSettings):
         "cuda:0,cuda:1 deals several GPUs out to as many workers",
     )
     precision: Precision | None = Field(default=None, description="graphs to run; none means each bundle's default")
-    workers: int = Field(
-        default=1,
+    workers: int | None = Field(
+        default=None,
         ge=1,
         le=256,
-        description="server processes that share the port and the CPU allowance; each has models of its own, and "
-        "limits such as max_queue hold for each",
+        description="server processes that share the port and the CPU allowance; each has models, and queues, of its "
+        "own. none means one for each GPU that device names, and on the CPU as many as suit the CPUs, the memory and "
+        "the models' sizes",
     )
     runs: int | None = Field(
         default=None,
@@ -118,7 +120,9 @@ class Settings(BaseSettings):
     )
 
     max_queue: int = Field(
-        default=1024, ge=1, description="texts accepted and not yet answered, per model; beyond it requests get 429"
+        default=1024,
+        ge=1,
+        description="texts accepted and not yet answered, per model and process; beyond it requests get 429",
     )
     max_wait_seconds: float = Field(
         default=0.5,
@@ -126,7 +130,7 @@ class Settings(BaseSettings):
         le=3600,
         allow_inf_nan=False,
         description="predicted seconds of work before a newcomer, per model; beyond it, and with more than 32 requests "
-        "in work, requests get 429 (needs measure_seconds)",
+        "in work in a process, requests get 429 (needs measure_seconds)",
     )
     shadow_rate: float = Field(
         default=0.005,
@@ -197,7 +201,10 @@ class Settings(BaseSettings):
         "none, or more than the model takes, means what the model takes",
     )
     max_concurrent_requests: int = Field(
-        default=1024, ge=1, description="classification requests in work, their bodies included; beyond it 429"
+        default=1024,
+        ge=1,
+        description="classification requests in work, their bodies included, each process its share of them; beyond "
+        "it 429",
     )
     request_timeout_seconds: float = Field(
         default=30.0,
@@ -254,9 +261,15 @@ class Settings(BaseSettings):
     @model_validator(mode="after")
     def _worker_for_each_device(self) -> Self:
         devices = self.device.split(",")
-        if len(devices) > self.workers:
+        if self.workers is not None and len(devices) > self.workers:
             raise ValueError(f"device names {len(devices)} GPUs for {self.workers} workers; each needs one of its own")
         return self
+
+    def for_worker(self, number: int) -> "Settings":
+        """The settings of the process with this ``number``: its device, and its share of the requests in work, whose
+        bodies have to fit into the memory of all."""
+        most = math.ceil(self.max_concurrent_requests / (self.workers or 1))
+        return self.model_copy(update={"device": self.device_of(number), "max_concurrent_requests": most})
 
     def device_of(self, worker: int) -> str:
         """The device that the process numbered ``worker`` takes."""
@@ -299,6 +312,14 @@ def load_settings(**flags: Any) -> Settings:
             # Kubernetes injects OFFRAMP_PORT=tcp://... into pods beside a Service named "offramp".
             hint = " (set by a Kubernetes Service named offramp: use enableServiceLinks: false)"
         raise StartError(f"setting {source}: {first['msg']}, got {first['input']!r}{hint}") from None
+
+
+def load_bundles(settings: Settings) -> list[Bundle]:
+    """The bundles that ``settings`` name, verified. Raises :class:`StartError`."""
+    try:
+        return [Bundle.load(path) for path in settings.bundle_paths]
+    except BundleError as error:
+        raise StartError(str(error)) from None
 
 
 def unknown_variables(environment: dict[str, str]) -> list[str]:

@@ -12,9 +12,8 @@ from pydantic import ValidationError
 from server.api.classify import classify
 from server.api.errors import ApiError, from_validation
 from server.api.schemas import ClassifyRequest, TextPair
-from server.app import load_bundles
 from server.catalog import load_catalog
-from server.config import Settings
+from server.config import Settings, load_bundles
 from server.metrics import Metrics
 
 # Texts that are classified together: enough to fill micro-batches, few enough that a stream of lines keeps flowing.

@@ -2,6 +2,7 @@
 
 import json
 import logging
+import socket
 import sys
 from datetime import UTC, datetime
 from typing import Literal
@@ -42,3 +43,17 @@ def configure_logging(level: str, style: Literal["text", "json"], worker: int | 
     logging.basicConfig(level=level.upper(), handlers=[handler], force=True)
     logging.getLogger("uvicorn").setLevel(logging.WARNING)
     logging.getLogger("asyncio").setLevel(logging.WARNING)
+
+
+def log_addresses(listening: socket.socket, monitor: socket.socket | None, processes: int = 1) -> None:
+    """Says where the server is."""
+    logger = logging.getLogger("offramp")
+    if monitor is not None:
+        logger.info("metrics on %s/metrics", _url(monitor))
+    # Last: whoever starts a server waits for this line.
+    logger.info("listening on %s%s", _url(listening), f" with {processes} processes" if processes > 1 else "")
+
+
+def _url(listening: socket.socket) -> str:
+    host, port = listening.getsockname()[:2]
+    return f"http://{f'[{host}]' if ':' in host else host}:{port}"

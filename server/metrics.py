@@ -9,8 +9,6 @@ import logging
 import os
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import suppress
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
@@ -22,7 +20,8 @@ from prometheus_client.registry import Collector
 from models.architecture import Architecture
 from models.exits import CRITERIA, Reason
 from server.engine.request import Answer, Failure
-from server.promises import Promises
+from server.neighbours import Shared, SharedChecks
+from server.promises import BROKEN, Promises
 
 logger = logging.getLogger("offramp")
 
@@ -45,25 +44,6 @@ _Together = Literal["livesum", "livemax", "livemin"]
 _GONE = -1.0
 
 
-@dataclass(frozen=True, slots=True)
-class Shared:
-    """Where the processes of one server keep their metrics, and which of them this is.
-
-    A process that takes a dead one's place takes its number and goes on with its counters.
-    """
-
-    folder: Path
-    number: int
-
-    def leave(self) -> None:
-        """Takes the files of this process away, and with the last one the folder: its parent, which does so else, has
-        been killed."""
-        for file in self.folder.glob(f"*_{self.number}.db"):
-            file.unlink(missing_ok=True)
-        with suppress(OSError):
-            self.folder.rmdir()
-
-
 class Metrics:
     """All metrics of one app. Durations are in seconds; counts of ``exits``, ``tier``, ``tier_exits``, ``cancelled``,
     ``truncated`` and ``nonfinite`` are in texts, those of ``requests`` and ``rejected`` in requests."""
@@ -72,6 +52,8 @@ class Metrics:
         """``shared``: this process is one of several, and its metrics are to be shown with theirs."""
         self.registry = CollectorRegistry()
         self._shared = shared
+        # The shadow checks of all processes, where there are several.
+        self.checks = None if shared is None else SharedChecks(shared)
         self._read: dict[Gauge, Callable[[], float]] = {}
         if shared is None:
             prometheus_client.ProcessCollector(registry=self.registry)
@@ -214,7 +196,9 @@ class Metrics:
             gauge.set(function())
 
     def refresh(self) -> None:
-        """Writes down what this process has to say now, where others may be asked for it."""
+        """Writes down what this process has to say now, where others may be asked for it, and reads what they say."""
+        if self.checks is not None:
+            self.checks.refresh()
         for gauge, function in self._read.items():
             gauge.set(function())
         if self._shared is not None:
@@ -333,9 +317,9 @@ class ModelMetrics:
             for tier in tiers
             for agrees in (True, False)
         }
-        self._evidence: dict[float, Gauge] = {}
         self._lowered = {tier: metrics.lowered.labels(model, tier_label(tier)) for tier in (None, *tiers)}
         self._promises = promises
+        self._warned: set[float] = set()
         for route in CLASSIFY_ROUTES:
             metrics.create_route(route, CLASSIFY_CODES, model)
 
@@ -346,18 +330,24 @@ class ModelMetrics:
             for number, share in zip(self._layers, of_exits, strict=True):
                 self._gauge(self._metrics.calibrated_share, tier_label(tier), str(number)).set(share)
         for tier in {tier for tier, _ in self._shadow}:
-            self._evidence[tier] = self._gauge(self._metrics.promise_evidence, tier_label(tier))
-            self._evidence[tier].set(1.0)
+            gauge = self._gauge(self._metrics.promise_evidence, tier_label(tier))
+            self._metrics.read(gauge, functools.partial(self._evidence, tier))
         for segment in self._layers:
             self._metrics.read(self._gauge(self._metrics.queue_depth, str(segment)), functools.partial(depth, segment))
         self._gauge(self._metrics.model_info, *info).set(1)
+
+    def count_with_others(self, version: str) -> None:
+        """From here on shadow checks count together with those of other processes that serve this ``version``."""
+        checks = self._metrics.checks
+        if checks is not None:
+            elsewhere = functools.partial(checks.others, self._model, version)
+            self._promises.join(checks.begin(self._model, version), elsewhere)
 
     def hide(self) -> None:
         """Takes back what :meth:`show` has set."""
         for gauge, labels in self._shown:
             self._metrics.remove(gauge, labels)
         self._shown.clear()
-        self._evidence.clear()
 
     def _gauge(self, gauge: Gauge, *labels: str) -> Gauge:
         self._shown.append((gauge, (self._model, *labels)))
@@ -392,15 +382,18 @@ class ModelMetrics:
     def checked(self, tier: float, agrees: bool) -> None:
         """A shadow check of an answer under ``tier``."""
         self._shadow[tier, agrees].inc()
-        known = self._promises.broken(tier)
-        evidence = self._promises.record(tier, agrees)
-        if tier in self._evidence:
-            # A version that another has replaced still finishes its checks.
-            self._evidence[tier].set(evidence)
-        if self._promises.broken(tier) and not known:
+        self._weighed(tier, self._promises.record(tier, agrees))
+
+    def _evidence(self, tier: float) -> float:
+        return self._weighed(tier, self._promises.evidence(tier))
+
+    def _weighed(self, tier: float, evidence: float) -> float:
+        if evidence >= BROKEN and tier not in self._warned:
+            self._warned.add(tier)
             logger.warning(
                 "%s: quality %g is not kept here: too many shadow checks disagree with the last exit", self._model, tier
             )
+        return evidence
 
     def lowered(self, tier: float | None, texts: int) -> None:
         """Texts were answered under ``tier``, below the quality that they asked for."""

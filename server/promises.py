@@ -5,7 +5,7 @@ a sampled answer is: an early one runs on to the last exit, and one of the last 
 """
 
 import math
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 
 # Risks that are tried against the promised one, in units of it.
 ALTERNATIVES = (1.25, 1.5, 2.0, 3.0, 5.0, 10.0)
@@ -33,20 +33,34 @@ def evidence(checks: int, disagreements: int, risk: float) -> float:
 
 
 class Promises:
-    """The checks of one model's tiers since it was loaded. Only the event loop's thread touches it."""
+    """The checks of one version of a model, by tier, since it was loaded. Only the event loop's thread touches it."""
 
     def __init__(self, tiers: Iterable[float], *, fall_back: bool) -> None:
         """``fall_back``: a broken tier is served at full depth from then on."""
         self._fall_back = fall_back
-        self._checks = {tier: [0, 0] for tier in tiers if tier < 1.0}
+        self._tiers = frozenset(tier for tier in tiers if tier < 1.0)
+        self._checks: dict[float, list[int]] = {}
+        self._elsewhere: Callable[[float], tuple[int, int]] = lambda tier: (0, 0)
         self._broken: set[float] = set()
+
+    def join(self, counts: dict[float, list[int]], elsewhere: Callable[[float], tuple[int, int]]) -> None:
+        """From here on counts in ``counts`` (checks and disagreements of each tier), and adds what ``elsewhere`` says
+        of a tier: the checks of other processes that serve the same."""
+        self._checks, self._elsewhere = counts, elsewhere
 
     def record(self, tier: float, agrees: bool) -> float:
         """Counts one check of an answer under ``tier``; the evidence against the tier's promise."""
-        counts = self._checks[tier]
+        if tier not in self._tiers:
+            raise KeyError(tier)
+        counts = self._checks.setdefault(tier, [0, 0])
         counts[0] += 1
         counts[1] += not agrees
-        found = evidence(counts[0], counts[1], 1.0 - tier)
+        return self.evidence(tier)
+
+    def evidence(self, tier: float) -> float:
+        """The evidence against the promise of ``tier`` by now."""
+        (own, own_disagreements), (others, others_disagreements) = self._checks.get(tier, (0, 0)), self._elsewhere(tier)
+        found = evidence(own + others, own_disagreements + others_disagreements, 1.0 - tier)
         if found >= BROKEN:
             self._broken.add(tier)
         return found

@@ -24,9 +24,10 @@ _CONTINUE = b"HTTP/1.1 100 Continue\r\n\r\n"
 _PHRASES = {400: b"Bad Request", 408: b"Request Timeout", 431: b"Request Header Fields Too Large"}
 
 
-def bounded_http(head_seconds: float, draining: Callable[[], bool]) -> Any:
-    """What uvicorn makes its protocols with; ``draining`` says whether the server is told to end."""
-    return functools.partial(BoundedHttp, head_seconds=head_seconds, draining=draining)
+def bounded_http(head_seconds: float, draining: Callable[[], bool], count: Callable[[int], None] | None = None) -> Any:
+    """What uvicorn makes its protocols with; ``draining`` says whether the server is told to end, and ``count`` is told
+    how many connections it has whenever that changes."""
+    return functools.partial(BoundedHttp, head_seconds=head_seconds, draining=draining, count=count)
 
 
 class BoundedHttp(HttpToolsProtocol):
@@ -49,10 +50,18 @@ class BoundedHttp(HttpToolsProtocol):
       last one only.
     """
 
-    def __init__(self, *args: Any, head_seconds: float, draining: Callable[[], bool], **kwargs: Any) -> None:
+    def __init__(
+        self,
+        *args: Any,
+        head_seconds: float,
+        draining: Callable[[], bool],
+        count: Callable[[int], None] | None = None,
+        **kwargs: Any,
+    ) -> None:
         super().__init__(*args, **kwargs)
         self._seconds = head_seconds
         self._draining = draining
+        self._count = count
         self._timer: asyncio.TimerHandle | None = None
         self._in_head = self._in_message = False
         # Of the head, and behind it since the last byte of the body: of trailers, of what frames chunks.
@@ -72,6 +81,7 @@ class BoundedHttp(HttpToolsProtocol):
         self._socket = transport
         self._writer = _Transport(transport, self)
         super().connection_made(self._writer)  # type: ignore[arg-type]
+        self._tell_count()
         self._start_timer(self._too_late)
 
     def connection_lost(self, exc: Exception | None) -> None:
@@ -80,6 +90,11 @@ class BoundedHttp(HttpToolsProtocol):
             self._in_work.disconnected = True
             self._in_work.message_event.set()
         super().connection_lost(exc)
+        self._tell_count()
+
+    def _tell_count(self) -> None:
+        if self._count is not None:
+            self._count(len(self.connections))
 
     def data_received(self, data: bytes) -> None:
         if self._lingering:
@@ -234,6 +249,7 @@ class BoundedHttp(HttpToolsProtocol):
         self._writer.end()
         # The end of the server need not wait for it.
         self.connections.discard(self)
+        self._tell_count()
         self._start_timer(self._socket.close)
         self._socket.write_eof()
         self.flow.resume_reading()

@@ -17,8 +17,8 @@ from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from multiprocessing.context import SpawnProcess
 
-from server.catalog import OnceMore, Reloaded, ReloadError
 from server.config import StartError
+from server.reload import OnceMore, Reloaded, ReloadError
 
 logger = logging.getLogger("offramp")
 

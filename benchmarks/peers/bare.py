@@ -25,9 +25,9 @@ from models.bundle import READ, Bundle, segment_io, state_names
 from models.exits import Policy, agree, decide, full_depth, judge
 from server.api.depth import choose_depth
 from server.api.schemas import ClassifyRequest
-from server.cpus import cpu_allowance
 from server.engine.sessions import can_pass, load_onnxruntime
 from server.load import percentiles
+from server.machine import cpu_allowance
 
 Classify = Callable[[str], str]
 

@@ -15,10 +15,10 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
 from deploy.ray.targets import Targets
-from server.app import create_app, load_bundles
-from server.config import Settings, load_settings
-from server.cpus import most_lone_threads, split_cpus
+from server.app import create_app
+from server.config import Settings, load_bundles, load_settings
 from server.logs import configure_logging
+from server.machine import most_lone_threads, split_cpus
 
 
 class Replica:

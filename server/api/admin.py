@@ -9,9 +9,9 @@ from fastapi import APIRouter, Response
 from server.api.errors import ApiError
 from server.api.front import to_json
 from server.api.schemas import ErrorResponse, Strict
-from server.catalog import Reloaded, ReloadError
 from server.config import Settings
 from server.metrics import Metrics
+from server.reload import Reloaded, ReloadError
 
 _STATUS = {"unknown": 404, "busy": 409, "bad": 422, "ending": 503}
 

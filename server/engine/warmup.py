@@ -9,10 +9,10 @@ from numpy.typing import NDArray
 
 from models.bundle import Bundle, Precision
 from server.config import StartError
-from server.cpus import cpu_quota
 from server.engine.latency import LatencyTable, Measurement
 from server.engine.request import Output, SegmentRunner, State
 from server.engine.sessions import one_line
+from server.machine import cpu_quota
 
 # More than these change a median little, and a fast model need not be measured until its time is up.
 MEASURING_ROUNDS = 5

@@ -20,7 +20,7 @@ from models.bundle import Bundle
 ROOT = Path(__file__).resolve().parents[2]
 PROGRAM = """
 import sys
-from server.app import run
+from server.main import run
 from server.config import StartError, load_settings
 try:
     settings = load_settings()
@@ -32,7 +32,8 @@ sys.exit(run(settings))
 
 def start(*bundles: Path, **settings: Any) -> "subprocess.Popen[str]":
     environment = {name: value for name, value in os.environ.items() if not name.startswith("OFFRAMP_")}
-    given = {"bundles": ":".join(map(str, bundles)), "port": 0} | settings
+    # One process, unless a test is about several: what it looks into is that one's.
+    given = {"bundles": ":".join(map(str, bundles)), "port": 0, "workers": 1} | settings
     if (temporary := given.pop("tmpdir", None)) is not None:
         environment["TMPDIR"] = str(temporary)
     environment |= {f"OFFRAMP_{name.upper()}": str(value) for name, value in given.items()}

@@ -1,7 +1,6 @@
 """The app around the engine: probes, documents, several models, and what importing it costs."""
 
 import asyncio
-import socket
 import subprocess
 import sys
 import threading
@@ -9,14 +8,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import uvicorn
 
 from models.bundle import Bundle
-from server.app import _stop_listening, create_app, load_bundles
-from server.config import StartError, load_settings
-from server.protocol import bounded_http
+from server.app import create_app
+from server.config import StartError, load_bundles, load_settings
 from tests.server.conftest import error_of, eventually, serving
-from tests.server.process import raw_request
 from tests.tiny import write_tiny_bundle
 
 pytestmark = pytest.mark.anyio
@@ -38,21 +34,6 @@ async def test_readiness_is_off_while_draining_and_work_is_refused_once_closed(t
         await served.catalog.close()
         late = await served.classify("a film")
         assert (late.status_code, error_of(late)["type"]) == (503, "draining")
-
-
-async def test_who_waits_at_a_listener_that_ends_is_answered_still(tiny_bundle: Bundle) -> None:
-    async with serving(tiny_bundle) as served:
-        config = uvicorn.Config(served.app, log_config=None, http=bounded_http(30.0, lambda: True))
-        config.load()
-        server = uvicorn.Server(config)
-        server.lifespan, server.servers = config.lifespan_class(config), []
-        listener = socket.create_server(("127.0.0.1", 0))
-        listener.setblocking(False)
-        reader, writer = await asyncio.open_connection(*listener.getsockname())
-        writer.write(raw_request("GET", "/livez", b""))
-        await _stop_listening(listener, server)
-        assert (await reader.read()).startswith(b"HTTP/1.1 200 ")
-        writer.close()
 
 
 async def test_a_dead_worker_turns_both_probes_off(tiny_bundle: Bundle) -> None:

@@ -85,8 +85,9 @@ def test_several_gpus_are_dealt_out_to_as_many_workers() -> None:
     settings = load_settings(device="cuda:0,cuda:3", workers=4)
     assert [settings.device_of(worker) for worker in range(4)] == ["cuda:0", "cuda:3", "cuda:0", "cuda:3"]
     assert load_settings(device="cuda", workers=2).device_of(1) == "cuda"
+    assert load_settings(device="cuda:0,cuda:3").workers is None
     with pytest.raises(StartError, match=r"device names 2 GPUs for 1 workers; each needs one of its own"):
-        load_settings(device="cuda:0,cuda:1")
+        load_settings(device="cuda:0,cuda:1", workers=1)
     for device in ("cuda:0,", "cuda:0,cpu", "auto,auto", "cuda,cuda"):
         with pytest.raises(StartError, match="--device"):
             load_settings(device=device, workers=4)

@@ -14,8 +14,9 @@ import pytest
 
 from models.architecture import ExitSpec
 from models.bundle import Bundle
-from server.catalog import OnceMore, ReloadError, ServedModel
+from server.catalog import ServedModel
 from server.engine.runner import Runner
+from server.reload import OnceMore, ReloadError
 from tests.server.conftest import Served, error_of, eventually, samples, serving
 from tests.server.process import Process, ask, classify, metric, process, until
 from tests.tiny import write_tiny_bundle

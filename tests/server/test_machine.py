@@ -1,4 +1,4 @@
-"""CPU allowance: affinity and cgroup quota, not the host's cores; and turns on it."""
+"""What a server may use of the machine: affinity and cgroup limits, not what the host has; and turns on it."""
 
 import math
 import os
@@ -8,7 +8,18 @@ from pathlib import Path
 
 import pytest
 
-from server.cpus import Turns, cpu_allowance, cpu_quota, most_lone_threads, split_cpus
+from server.machine import (
+    BYTES_OF_A_PROCESS,
+    MACS_OF_A_CPU,
+    MOST_PROCESSES,
+    Turns,
+    cpu_allowance,
+    cpu_quota,
+    fit_processes,
+    memory_allowance,
+    most_lone_threads,
+    split_cpus,
+)
 
 
 @pytest.fixture
@@ -123,3 +134,56 @@ def test_a_run_that_fails_gives_its_turn_back() -> None:
         raise ZeroDivisionError
     with turns.turn() as lone:
         assert lone
+
+
+MEMINFO = "MemTotal:       32000000 kB\nMemFree:         1000000 kB\nMemAvailable:   20000000 kB\n"
+
+
+@pytest.mark.parametrize(
+    ("file", "content", "line", "expected"),
+    [
+        ("pod/memory.max", "1073741824\n", "0::/pod/container", 2**30),
+        ("pod/container/memory.max", "max\n", "0::/pod/container", 20_000_000 * 1024),
+        ("memory/docker/memory.limit_in_bytes", "536870912\n", "9:memory:/docker", 2**29),
+        ("memory/docker/memory.limit_in_bytes", "9223372036854771712\n", "9:memory:/docker", 20_000_000 * 1024),
+        ("memory/docker/memory.limit_in_bytes", "536870912\n", "4:cpu,cpuacct:/docker", 20_000_000 * 1024),
+    ],
+)
+def test_the_tightest_limit_of_memory_counts(tmp_path: Path, file: str, content: str, line: str, expected: int) -> None:
+    limit = tmp_path / "root" / file
+    limit.parent.mkdir(parents=True)
+    limit.write_text(content)
+    meminfo = tmp_path / "meminfo"
+    meminfo.write_text(MEMINFO)
+    assert memory_allowance(tmp_path / "root", _self(tmp_path, line), meminfo) == expected
+
+
+def test_without_any_limit_memory_is_endless(tmp_path: Path) -> None:
+    nothing = tmp_path / "none"
+    assert memory_allowance(nothing, nothing, nothing) == math.inf
+
+
+@pytest.mark.parametrize(
+    ("cpus", "memory", "size", "expected"),
+    [
+        (1, math.inf, 1.0, 1),
+        (2, math.inf, 1.0, 2),
+        (4, math.inf, 1.0, 4),
+        (4, math.inf, 0.01, 4),
+        (4, math.inf, 2.0, 2),
+        (5, math.inf, 2.0, 3),
+        (8, math.inf, 8.0, 1),
+        (16, math.inf, 8.0, 2),
+        (64, math.inf, 1.0, MOST_PROCESSES),
+        (8, 4 * BYTES_OF_A_PROCESS, 1.0, 3),
+        (8, BYTES_OF_A_PROCESS / 2, 1.0, 1),
+    ],
+)
+def test_small_networks_get_a_process_for_each_cpu_as_far_as_memory_goes(
+    cpus: int, memory: float, size: float, expected: int
+) -> None:
+    assert fit_processes(cpus, memory, size * MACS_OF_A_CPU, 0) == expected
+
+
+def test_large_graphs_need_more_memory_a_process() -> None:
+    assert fit_processes(8, 4e9, MACS_OF_A_CPU, 10**6) > fit_processes(8, 4e9, MACS_OF_A_CPU, 10**8) >= 1

@@ -1,0 +1,117 @@
+"""What the processes of one server know of each other, by files in a folder that they share.
+
+Nobody waits for anybody here: each writes what is its own, and a process that hangs or dies takes nothing with it.
+"""
+
+import json
+import mmap
+import os
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+_CONNECTIONS = "connections"
+# Where a process serves nobody.
+_ABSENT = -1
+
+
+@dataclass(frozen=True, slots=True)
+class Shared:
+    """The folder of the processes of one server, and which of them this is, from 1 on.
+
+    A process that takes a dead one's place takes its number and goes on with what that has counted.
+    """
+
+    folder: Path
+    number: int
+
+    def leave(self) -> None:
+        """Takes the files of this process away, and with the last one the folder: its parent, which does so else, has
+        been killed."""
+        for file in [*self.folder.glob(f"*_{self.number}.db"), _checks_file(self.folder, self.number)]:
+            file.unlink(missing_ok=True)
+        if not [file for file in self.folder.iterdir() if file.name != _CONNECTIONS]:
+            (self.folder / _CONNECTIONS).unlink(missing_ok=True)
+            with suppress(OSError):
+                self.folder.rmdir()
+
+
+class Connections:
+    """How many connections each process has, so that a new one goes to whoever has fewest. Mapped memory, one number
+    for each process: reading it costs less than a microsecond."""
+
+    def __init__(self, folder: Path, count: int) -> None:
+        """``count`` processes; whoever comes first makes the file, in which none serves."""
+        size = 8 * count
+        with open(os.open(folder / _CONNECTIONS, os.O_RDWR | os.O_CREAT, 0o600), "r+b") as file:
+            new = os.fstat(file.fileno()).st_size < size
+            if new:
+                file.truncate(size)
+            self._numbers = memoryview(mmap.mmap(file.fileno(), size)).cast("q")
+        if new:
+            for number in range(1, count + 1):
+                self.leave(number)
+
+    def set(self, number: int, connections: int) -> None:
+        """The process with this ``number`` has so many."""
+        self._numbers[number - 1] = connections
+
+    def leave(self, number: int) -> None:
+        """The process with this ``number`` takes none."""
+        self._numbers[number - 1] = _ABSENT
+
+    def fewer_elsewhere(self, number: int) -> bool:
+        """Whether another process that serves has fewer than the one with this ``number``."""
+        own = self._numbers[number - 1]
+        return any(_ABSENT < others < own for others in self._numbers)
+
+
+Counts = dict[float, list[int]]
+"""For each certified quality the answers under it that were checked, and of these those that disagreed."""
+
+
+class SharedChecks:
+    """The shadow checks of all processes: a promise is the server's, and so is the evidence against it."""
+
+    def __init__(self, shared: Shared) -> None:
+        self._folder = shared.folder
+        self._file = _checks_file(shared.folder, shared.number)
+        self._left = _read(self._file)
+        self._own: dict[str, tuple[str, Counts]] = {}
+        self._others: list[dict[str, tuple[str, Counts]]] = []
+
+    def begin(self, model: str, version: str) -> Counts:
+        """Where this process counts from here on, for a version that begins to serve. It is empty, but for the first
+        one of a process that took a dead one's place, which goes on with what that had counted of it."""
+        left = self._left.pop(model, None)
+        counts = left[1] if left is not None and left[0] == version else {}
+        self._own[model] = version, counts
+        return counts
+
+    def others(self, model: str, version: str, tier: float) -> tuple[int, int]:
+        """What all other processes have counted of ``version``, at the last :meth:`refresh`."""
+        found = [kept[1] for one in self._others if (kept := one.get(model)) is not None and kept[0] == version]
+        counts = [one[tier] for one in found if tier in one]
+        return sum(checks for checks, _ in counts), sum(disagreements for _, disagreements in counts)
+
+    def refresh(self) -> None:
+        """Writes down what this process has counted, and reads what the others have."""
+        text = json.dumps({model: [version, list(counts.items())] for model, (version, counts) in self._own.items()})
+        written = self._file.with_suffix(".new")
+        written.write_text(text, encoding="utf-8")
+        # At once: the others may be reading.
+        written.replace(self._file)
+        files = set(self._folder.glob("checks_*.json")) - {self._file}
+        self._others = [_read(file) for file in files]
+
+
+def _checks_file(folder: Path, number: int) -> Path:
+    return folder / f"checks_{number}.json"
+
+
+def _read(file: Path) -> dict[str, tuple[str, Counts]]:
+    try:
+        found = json.loads(file.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        return {}
+    return {model: (version, dict(counts)) for model, (version, counts) in found.items()}

@@ -1,0 +1,78 @@
+"""Shadow checks of several processes count as one server's."""
+
+from pathlib import Path
+
+import pytest
+
+from server.neighbours import Shared, SharedChecks
+from server.promises import BROKEN, Promises, evidence
+
+
+def joined(checks: SharedChecks, version: str = "1") -> Promises:
+    promises = Promises((0.9,), fall_back=True)
+    promises.join(checks.begin("tiny", version), lambda tier: checks.others("tiny", version, tier))
+    return promises
+
+
+def test_the_evidence_of_each_is_that_of_all(tmp_path: Path) -> None:
+    processes = [SharedChecks(Shared(tmp_path, number)) for number in (1, 2, 3)]
+    promises = [joined(checks) for checks in processes]
+    for one in promises:
+        for agrees in (True, True, False):
+            one.record(0.9, agrees)
+    for checks in processes * 2:
+        checks.refresh()
+    assert [one.evidence(0.9) for one in promises] == [pytest.approx(evidence(9, 3, 1 - 0.9))] * 3
+
+
+def test_a_promise_that_all_break_together_is_broken_in_each(tmp_path: Path) -> None:
+    processes = [SharedChecks(Shared(tmp_path, number)) for number in (1, 2, 3, 4)]
+    promises = [joined(checks) for checks in processes]
+    for one in promises:
+        one.record(0.9, agrees=False)
+        assert one.evidence(0.9) < BROKEN
+    for checks in processes * 2:
+        checks.refresh()
+    assert all(one.evidence(0.9) >= BROKEN for one in promises)
+    assert all(one.suspended(0.9) for one in promises)
+
+
+def test_what_others_count_of_another_version_says_nothing(tmp_path: Path) -> None:
+    old, new = (SharedChecks(Shared(tmp_path, number)) for number in (1, 2))
+    of_old, of_new = joined(old, "1"), joined(new, "2")
+    of_old.record(0.9, agrees=False)
+    old.refresh()
+    new.refresh()
+    assert of_new.evidence(0.9) == 1.0
+
+
+def test_a_version_begins_anew_when_it_is_loaded_again_and_a_successor_goes_on(tmp_path: Path) -> None:
+    checks = SharedChecks(Shared(tmp_path, 1))
+    joined(checks).record(0.9, agrees=False)
+    checks.refresh()
+    successor = SharedChecks(Shared(tmp_path, 1))
+    first = joined(successor)
+    assert first.evidence(0.9) == pytest.approx(evidence(1, 1, 1 - 0.9))
+    again = joined(successor)
+    assert again.evidence(0.9) == 1.0
+    # The version that was replaced still finishes a check: it is no longer what is served.
+    first.record(0.9, agrees=False)
+    successor.refresh()
+    other = SharedChecks(Shared(tmp_path, 2))
+    of_other = joined(other)
+    other.refresh()
+    assert of_other.evidence(0.9) == 1.0
+
+
+def test_the_last_one_takes_the_folder_away(tmp_path: Path) -> None:
+    folder = tmp_path / "shared"
+    folder.mkdir()
+    first, last = Shared(folder, 1), Shared(folder, 2)
+    for shared in (first, last):
+        SharedChecks(shared).refresh()
+        (folder / f"counter_{shared.number}.db").touch()
+    (folder / "connections").touch()
+    first.leave()
+    assert {file.name for file in folder.iterdir()} == {"checks_2.json", "counter_2.db", "connections"}
+    last.leave()
+    assert not folder.exists()
