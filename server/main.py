@@ -23,7 +23,7 @@ from models.costs import layer_cost
 from server.config import Settings, StartError, load_bundles, unknown_variables
 from server.logs import configure_logging, log_addresses
 from server.machine import cpu_allowance, fit_processes, memory_allowance
-from server.neighbours import Connections, Shared
+from server.neighbours import PREFIX, Connections, Shared, sweep
 from server.workers import Workers
 
 logger = logging.getLogger("offramp")
@@ -112,13 +112,15 @@ def _folder(settings: Settings) -> "tempfile.TemporaryDirectory[str] | None":
     """What several processes share their metrics in: mapped files of a few hundred KB each. ``None`` where there can be
     none and nobody asked for several. Raises :class:`StartError`."""
     try:
-        return tempfile.TemporaryDirectory(prefix="offramp-metrics-")
+        folder = tempfile.TemporaryDirectory(prefix=PREFIX)
     except OSError as error:
         why = f"no temporary folder for the metrics of several processes: {error.strerror} (TMPDIR names another place)"
         if settings.workers is not None:
             raise StartError(why) from None
         logger.warning("%s; one process serves", why)
         return None
+    sweep(Path(folder.name).parent)
+    return folder
 
 
 async def _keep_workers(

@@ -3,14 +3,22 @@
 Nobody waits for anybody here: each writes what is its own, and a process that hangs or dies takes nothing with it.
 """
 
+import fcntl
 import json
 import mmap
 import os
+import shutil
+import time
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
+PREFIX = "offramp-metrics-"
+"""What the names of such folders begin with."""
+
 _CONNECTIONS = "connections"
+# A folder younger than this may be one that its processes have not come to yet.
+_YOUNG_SECONDS = 60.0
 # Where a process serves nobody.
 _ABSENT = -1
 
@@ -43,11 +51,13 @@ class Connections:
     def __init__(self, folder: Path, count: int) -> None:
         """``count`` processes; whoever comes first makes the file, in which none serves."""
         size = 8 * count
-        with open(os.open(folder / _CONNECTIONS, os.O_RDWR | os.O_CREAT, 0o600), "r+b") as file:
-            new = os.fstat(file.fileno()).st_size < size
-            if new:
-                file.truncate(size)
-            self._numbers = memoryview(mmap.mmap(file.fileno(), size)).cast("q")
+        # Kept open, and locked by all: as long as one of them lives the folder is in use.
+        self._file = open(os.open(folder / _CONNECTIONS, os.O_RDWR | os.O_CREAT, 0o600), "r+b")  # noqa: SIM115
+        fcntl.flock(self._file, fcntl.LOCK_SH)
+        new = os.fstat(self._file.fileno()).st_size < size
+        if new:
+            self._file.truncate(size)
+        self._numbers = memoryview(mmap.mmap(self._file.fileno(), size)).cast("q")
         if new:
             for number in range(1, count + 1):
                 self.leave(number)
@@ -64,6 +74,17 @@ class Connections:
         """Whether another process that serves has fewer than the one with this ``number``."""
         own = self._numbers[number - 1]
         return any(_ABSENT < others < own for others in self._numbers)
+
+
+def sweep(place: Path) -> None:
+    """Takes away the folders in ``place`` whose processes were all killed."""
+    for folder in place.glob(f"{PREFIX}*"):
+        with suppress(OSError):
+            if time.time() - folder.stat().st_mtime < _YOUNG_SECONDS:
+                continue
+            with open(folder / _CONNECTIONS, "rb") as file:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                shutil.rmtree(folder, ignore_errors=True)
 
 
 Counts = dict[float, list[int]]

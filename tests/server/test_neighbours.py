@@ -1,10 +1,11 @@
 """Shadow checks of several processes count as one server's."""
 
+import os
 from pathlib import Path
 
 import pytest
 
-from server.neighbours import Shared, SharedChecks
+from server.neighbours import PREFIX, Connections, Shared, SharedChecks, sweep
 from server.promises import BROKEN, Promises, evidence
 
 
@@ -62,6 +63,24 @@ def test_a_version_begins_anew_when_it_is_loaded_again_and_a_successor_goes_on(t
     of_other = joined(other)
     other.refresh()
     assert of_other.evidence(0.9) == 1.0
+
+
+def test_only_folders_that_nobody_uses_are_swept_away(tmp_path: Path) -> None:
+    used, left, young, foreign = (tmp_path / f"{PREFIX}{name}" for name in ("used", "left", "young", "foreign"))
+    for folder in (used, left, young, foreign):
+        folder.mkdir()
+        (folder / "counter_1.db").touch()
+    kept = Connections(used, 2)
+    for folder in (left, young):
+        connections = Connections(folder, 2)
+        connections._file.close()
+    for folder in (used, left, foreign):
+        os.utime(folder, (0, 0))
+    sweep(tmp_path)
+    assert {folder.name for folder in tmp_path.iterdir()} == {
+        f"{PREFIX}{name}" for name in ("used", "young", "foreign")
+    }
+    kept.set(1, 3)
 
 
 def test_the_last_one_takes_the_folder_away(tmp_path: Path) -> None:
