@@ -99,6 +99,7 @@ class SharedChecks:
         self._file = _checks_file(shared.folder, shared.number)
         self._left = _read(self._file)
         self._own: dict[str, tuple[str, Counts]] = {}
+        self._written = ""
         self._others: list[dict[str, tuple[str, Counts]]] = []
 
     def begin(self, model: str, version: str) -> Counts:
@@ -118,10 +119,12 @@ class SharedChecks:
     def refresh(self) -> None:
         """Writes down what this process has counted, and reads what the others have."""
         text = json.dumps({model: [version, list(counts.items())] for model, (version, counts) in self._own.items()})
-        written = self._file.with_suffix(".new")
-        written.write_text(text, encoding="utf-8")
-        # At once: the others may be reading.
-        written.replace(self._file)
+        if text != self._written:
+            new = self._file.with_suffix(".new")
+            new.write_text(text, encoding="utf-8")
+            # At once: the others may be reading.
+            new.replace(self._file)
+            self._written = text
         files = set(self._folder.glob("checks_*.json")) - {self._file}
         self._others = [_read(file) for file in files]
 
