@@ -24,6 +24,32 @@ _CONTINUE = b"HTTP/1.1 100 Continue\r\n\r\n"
 _PHRASES = {400: b"Bad Request", 408: b"Request Timeout", 431: b"Request Header Fields Too Large"}
 
 
+DEPARTURE = "offramp.departure"
+"""The key of a request's :class:`Departure` in its ASGI scope."""
+
+
+class Departure:
+    """The leaving of a request's client. ASGI tells it to whoever waits for a message; a task that waits, for each
+    request, takes longer than reading its body."""
+
+    __slots__ = ("_call", "_happened")
+
+    def __init__(self) -> None:
+        self._happened = False
+        self._call: Callable[[], None] | None = None
+
+    def then(self, call: Callable[[], None] | None) -> None:
+        """``call`` is called when it happens, at once if it has; nobody is where it is ``None``."""
+        self._call = call
+        if self._happened and call is not None:
+            call()
+
+    def happen(self) -> None:
+        self._happened = True
+        if self._call is not None:
+            self._call()
+
+
 def bounded_http(head_seconds: float, draining: Callable[[], bool], count: Callable[[int], None] | None = None) -> Any:
     """What uvicorn makes its protocols with; ``draining`` says whether the server is told to end, and ``count`` is told
     how many connections it has whenever that changes."""
@@ -90,6 +116,8 @@ class BoundedHttp(HttpToolsProtocol):
             self._in_work.disconnected = True
             self._in_work.message_event.set()
         super().connection_lost(exc)
+        if self._in_work is not None and not self._in_work.response_complete:
+            self._in_work.scope[DEPARTURE].happen()
         self._tell_count()
 
     def _tell_count(self) -> None:
@@ -133,6 +161,7 @@ class BoundedHttp(HttpToolsProtocol):
         self._begins_with_head = False
         self._start_timer(self._too_late)
         super().on_message_begin()
+        self.scope[DEPARTURE] = Departure()  # type: ignore[literal-required]
 
     def on_headers_complete(self) -> None:
         super().on_headers_complete()

@@ -3,6 +3,7 @@ in the door's own shape out."""
 
 import asyncio
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -21,6 +22,7 @@ from server.config import MOST_INPUTS, Settings
 from server.engine.admission import Overloaded
 from server.metrics import Metrics
 from server.middleware import CONTEXT, Context
+from server.protocol import DEPARTURE, Departure
 
 Schema = TypeVar("Schema", bound=Strict)
 
@@ -224,17 +226,27 @@ def _too_large(limit: int) -> ApiError:
 
 
 class _Departure:
-    """Cancels the task that made it when the client of ``request`` goes: the server does not do it, so somebody has to
-    listen."""
+    """Cancels the task that made it when the client of ``request`` goes: the server does not do it."""
 
     def __init__(self, request: Request) -> None:
         self._work = asyncio.current_task()
         self._left = False
-        self._listening = asyncio.ensure_future(self._listen(request))
+        self._told: Departure | None = request.scope.get(DEPARTURE)
+        self._listening: asyncio.Task[None] | None = None
+        if self._told is not None:
+            self._told.then(self._cancel)
+        else:
+            # Served by another server than ours: Ray's, a test's.
+            self._listening = asyncio.ensure_future(self._listen(request))
 
     async def _listen(self, request: Request) -> None:
-        while (await request.receive())["type"] != "http.disconnect":
-            pass
+        # The traceback of an exception that went through would hold the task, which holds the exception: a cycle.
+        with suppress(asyncio.CancelledError):
+            while (await request.receive())["type"] != "http.disconnect":
+                pass
+            self._cancel()
+
+    def _cancel(self) -> None:
         self._left = True
         if self._work is not None:
             self._work.cancel()
@@ -245,7 +257,10 @@ class _Departure:
 
     def ignore(self) -> None:
         """The answer is there: whoever leaves now changes nothing."""
-        self._listening.cancel()
+        if self._told is not None:
+            self._told.then(None)
+        if self._listening is not None:
+            self._listening.cancel()
 
 
 def _client_left(context: Context) -> Response:
