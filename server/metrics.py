@@ -340,8 +340,7 @@ class ModelMetrics:
         """From here on shadow checks count together with those of other processes that serve this ``version``."""
         checks = self._metrics.checks
         if checks is not None:
-            elsewhere = functools.partial(checks.others, self._model, version)
-            self._promises.join(checks.begin(self._model, version), elsewhere)
+            self._promises.join(checks.begin(self._model, version), functools.partial(checks.others, self._model))
 
     def hide(self) -> None:
         """Takes back what :meth:`show` has set."""

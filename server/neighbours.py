@@ -38,9 +38,10 @@ class Shared:
         been killed."""
         for file in [*self.folder.glob(f"*_{self.number}.db"), _checks_file(self.folder, self.number)]:
             file.unlink(missing_ok=True)
-        if not [file for file in self.folder.iterdir() if file.name != _CONNECTIONS]:
-            (self.folder / _CONNECTIONS).unlink(missing_ok=True)
-            with suppress(OSError):
+        # Another that leaves at the same time may have done so already.
+        with suppress(OSError):
+            if not [file for file in self.folder.iterdir() if file.name != _CONNECTIONS]:
+                (self.folder / _CONNECTIONS).unlink(missing_ok=True)
                 self.folder.rmdir()
 
 
@@ -91,6 +92,19 @@ Counts = dict[float, list[int]]
 """For each certified quality the answers under it that were checked, and of these those that disagreed."""
 
 
+@dataclass(frozen=True, slots=True)
+class _Kept:
+    """What a process has counted of the version that it serves. ``load`` tells a version from itself before a reload:
+    another calibration may come under the same name."""
+
+    version: str
+    load: int
+    counts: Counts
+
+    def same(self, other: "_Kept") -> bool:
+        return (self.version, self.load) == (other.version, other.load)
+
+
 class SharedChecks:
     """The shadow checks of all processes: a promise is the server's, and so is the evidence against it."""
 
@@ -98,33 +112,52 @@ class SharedChecks:
         self._folder = shared.folder
         self._file = _checks_file(shared.folder, shared.number)
         self._left = _read(self._file)
-        self._own: dict[str, tuple[str, Counts]] = {}
+        self._own: dict[str, _Kept] = {}
         self._written = ""
-        self._others: list[dict[str, tuple[str, Counts]]] = []
+        self._others: list[dict[str, _Kept]] = []
 
     def begin(self, model: str, version: str) -> Counts:
         """Where this process counts from here on, for a version that begins to serve. It is empty, but for the first
         one of a process that took a dead one's place, which goes on with what that had counted of it."""
+        self._read_others()
+        # All are reloaded one after the other: whoever comes later joins those before. One whose reload was refused
+        # stays behind, until the next.
+        load = max((one[model].load for one in self._others if model in one), default=0)
         left = self._left.pop(model, None)
-        counts = left[1] if left is not None and left[0] == version else {}
-        self._own[model] = version, counts
-        return counts
+        if model in self._own:
+            load = max(load, self._own[model].load + 1)
+        elif left is not None:
+            load = max(load, left.load)
+        new = _Kept(version, load, {})
+        self._own[model] = left if left is not None and left.same(new) else new
+        # What goes wrong with it is the next refresh's to say: the version serves.
+        with suppress(OSError):
+            self._write()
+        return self._own[model].counts
 
-    def others(self, model: str, version: str, tier: float) -> tuple[int, int]:
-        """What all other processes have counted of ``version``, at the last :meth:`refresh`."""
-        found = [kept[1] for one in self._others if (kept := one.get(model)) is not None and kept[0] == version]
-        counts = [one[tier] for one in found if tier in one]
+    def others(self, model: str, tier: float) -> tuple[int, int]:
+        """What all other processes have counted of the version that this one serves, at the last :meth:`refresh`."""
+        found = [kept for one in self._others if (kept := one.get(model)) is not None and kept.same(self._own[model])]
+        counts = [kept.counts[tier] for kept in found if tier in kept.counts]
         return sum(checks for checks, _ in counts), sum(disagreements for _, disagreements in counts)
 
     def refresh(self) -> None:
         """Writes down what this process has counted, and reads what the others have."""
-        text = json.dumps({model: [version, list(counts.items())] for model, (version, counts) in self._own.items()})
+        self._write()
+        self._read_others()
+
+    def _write(self) -> None:
+        text = json.dumps(
+            {model: [kept.version, kept.load, list(kept.counts.items())] for model, kept in self._own.items()}
+        )
         if text != self._written:
             new = self._file.with_suffix(".new")
             new.write_text(text, encoding="utf-8")
             # At once: the others may be reading.
             new.replace(self._file)
             self._written = text
+
+    def _read_others(self) -> None:
         files = set(self._folder.glob("checks_*.json")) - {self._file}
         self._others = [_read(file) for file in files]
 
@@ -133,9 +166,9 @@ def _checks_file(folder: Path, number: int) -> Path:
     return folder / f"checks_{number}.json"
 
 
-def _read(file: Path) -> dict[str, tuple[str, Counts]]:
+def _read(file: Path) -> dict[str, _Kept]:
     try:
         found = json.loads(file.read_text(encoding="utf-8"))
     except FileNotFoundError:
         return {}
-    return {model: (version, dict(counts)) for model, (version, counts) in found.items()}
+    return {model: _Kept(version, load, dict(counts)) for model, (version, load, counts) in found.items()}

@@ -11,7 +11,7 @@ from server.promises import BROKEN, Promises, evidence
 
 def joined(checks: SharedChecks, version: str = "1") -> Promises:
     promises = Promises((0.9,), fall_back=True)
-    promises.join(checks.begin("tiny", version), lambda tier: checks.others("tiny", version, tier))
+    promises.join(checks.begin("tiny", version), lambda tier: checks.others("tiny", tier))
     return promises
 
 
@@ -65,6 +65,60 @@ def test_a_version_begins_anew_when_it_is_loaded_again_and_a_successor_goes_on(t
     assert of_other.evidence(0.9) == 1.0
 
 
+def test_after_a_reload_nothing_counts_of_before_though_the_version_is_called_the_same(tmp_path: Path) -> None:
+    """As after ``offramp calibrate``: another calibration, the same version."""
+    processes = [SharedChecks(Shared(tmp_path, number)) for number in (1, 2, 3)]
+    broken = [joined(checks) for checks in processes]
+    for one in broken:
+        for _ in range(2):
+            one.record(0.9, agrees=False)
+    for checks in processes * 2:
+        checks.refresh()
+    assert all(one.suspended(0.9) for one in broken)
+    anew = []
+    for checks in processes:
+        # One after the other, and meanwhile those who come later serve what they had.
+        anew.append(joined(checks))
+        for other in processes * 2:
+            other.refresh()
+        assert anew[-1].evidence(0.9) == 1.0
+    for one in anew:
+        one.record(0.9, agrees=False)
+    for checks in processes * 2:
+        checks.refresh()
+    assert [one.evidence(0.9) for one in anew] == [pytest.approx(evidence(3, 3, 1 - 0.9))] * 3
+
+
+def test_who_refused_a_reload_counts_with_the_others_again_after_the_next(tmp_path: Path) -> None:
+    first, second = (SharedChecks(Shared(tmp_path, number)) for number in (1, 2))
+    joined(first), joined(second)
+    for checks in (first, second):
+        checks.refresh()
+    joined(first)
+    first.refresh()
+    promises = [joined(checks) for checks in (first, second)]
+    promises[0].record(0.9, agrees=False)
+    first.refresh()
+    second.refresh()
+    assert promises[1].evidence(0.9) == pytest.approx(evidence(1, 1, 1 - 0.9))
+
+
+def test_a_successor_joins_those_who_were_reloaded_before_it_came(tmp_path: Path) -> None:
+    stays, dies = (SharedChecks(Shared(tmp_path, number)) for number in (1, 2))
+    joined(stays)
+    joined(dies).record(0.9, agrees=False)
+    dies.refresh()
+    anew = joined(stays)
+    stays.refresh()
+    successor = SharedChecks(Shared(tmp_path, 2))
+    of_successor = joined(successor)
+    assert of_successor.evidence(0.9) == 1.0
+    anew.record(0.9, agrees=False)
+    stays.refresh()
+    successor.refresh()
+    assert of_successor.evidence(0.9) == pytest.approx(evidence(1, 1, 1 - 0.9))
+
+
 def test_only_folders_that_nobody_uses_are_swept_away(tmp_path: Path) -> None:
     used, left, young, foreign = (tmp_path / f"{PREFIX}{name}" for name in ("used", "left", "young", "foreign"))
     for folder in (used, left, young, foreign):
@@ -95,3 +149,5 @@ def test_the_last_one_takes_the_folder_away(tmp_path: Path) -> None:
     assert {file.name for file in folder.iterdir()} == {"checks_2.json", "counter_2.db", "connections"}
     last.leave()
     assert not folder.exists()
+    # Both saw that they were the last.
+    first.leave()
