@@ -25,7 +25,7 @@ class StartError(Exception):
 
 
 class Settings(BaseSettings):
-    """Settings of one server process. Build it with :func:`load_settings`, which words its errors for people."""
+    """Settings of a server. Build it with :func:`load_settings`, which words its errors for people."""
 
     model_config = SettingsConfigDict(env_prefix="OFFRAMP_", frozen=True, extra="forbid", env_ignore_empty=True)
 

@@ -277,7 +277,8 @@ ROWS: dict[str, tuple[Plot, ...]] = {
     "Process": (
         Plot(
             "Reloads",
-            "In the last quarter of an hour. After a failure the old version serves on, and the log says why.",
+            "In the last quarter of an hour, of each process. After a failure the old version serves on, and the log says "
+            "why.",
             (
                 Query(
                     f"sum by (outcome) (increase(offramp_model_reloads_total{{{HERE}}}[15m]))",
@@ -298,7 +299,7 @@ ROWS: dict[str, tuple[Plot, ...]] = {
         ),
         Plot(
             "CPUs",
-            "Seconds of CPU a second.",
+            "Seconds of CPU a second, of all processes that serve.",
             (
                 Query(
                     'rate(process_cpu_seconds_total{job="offramp", instance=~"$instance"}[$__rate_interval])',
@@ -309,7 +310,7 @@ ROWS: dict[str, tuple[Plot, ...]] = {
         ),
         Plot(
             "Memory",
-            "Resident.",
+            "Resident, of all processes that serve; what they share counts in each.",
             (Query('process_resident_memory_bytes{job="offramp", instance=~"$instance"}', "{{instance}}"),),
             "bytes",
             span=12,
