@@ -82,7 +82,8 @@ class Prometheus:
 
 @pytest.fixture(scope="module")
 def server(tiny_bundle: Bundle) -> Iterator[Process]:
-    with process(tiny_bundle, shadow_rate=1) as running:
+    # As by default: panels and alerts are of what several processes show together.
+    with process(tiny_bundle, shadow_rate=1, workers=2) as running:
         yield running
 
 
