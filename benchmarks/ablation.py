@@ -19,7 +19,6 @@ import numpy as np
 import torch
 from scipy import stats
 
-from models.architecture import Head
 from training.methods import Contrast, Distillation, MethodName
 from training.report import markdown_table
 from training.sweep import read_results, run_grid
@@ -31,7 +30,6 @@ class Variant:
     """A method, and what of the settings is not the default."""
 
     method: MethodName
-    head: Head = "peek"
     settings: Mapping[str, Any] = field(default_factory=dict)
 
 
@@ -119,6 +117,7 @@ def _compared(ours: Mapping[int, float], theirs: Mapping[int, float]) -> list[st
 
 
 def write_csv(path: Path, rows: Sequence[Row]) -> None:
+    """One line for each run; ``conflicts`` is empty where there is no contrastive part."""
     with path.open("w", newline="", encoding="utf-8") as stream:
         writer = csv.writer(stream, lineterminator="\n")
         exits = range(1, len(rows[0].scores) + 1)
@@ -166,7 +165,7 @@ def main() -> None:
                     task=arguments.task,
                     data_dir=arguments.data_dir,
                     methods=[variant.method],
-                    heads=[variant.head],
+                    heads=["peek"],
                     seeds=[seed],
                     examples=arguments.examples,
                     backbone="minilm-l6",

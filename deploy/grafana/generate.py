@@ -277,8 +277,8 @@ ROWS: dict[str, tuple[Plot, ...]] = {
     "Process": (
         Plot(
             "Reloads",
-            "In the last quarter of an hour, of each process. After a failure the old version serves on, and the log says "
-            "why.",
+            "In the last quarter of an hour, each process its own. After a failure the old version serves on, and the "
+            "log says why.",
             (
                 Query(
                     f"sum by (outcome) (increase(offramp_model_reloads_total{{{HERE}}}[15m]))",
