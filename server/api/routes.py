@@ -134,6 +134,7 @@ def add_routes(router: APIRouter, settings: Settings, catalog: Catalog, metrics:
                 "models": list(catalog.models),
                 "default_quality": settings.default_quality,
                 "default_deadline_ms": settings.deadline_ms,
+                "processes": settings.workers or 1,
                 "limits": {
                     "max_inputs": settings.max_inputs,
                     "max_body_bytes": settings.max_body_bytes,

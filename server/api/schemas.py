@@ -330,6 +330,7 @@ class Info(Strict):
     models: list[str]
     default_quality: float
     default_deadline_ms: float | None
+    processes: int = Field(description="of this server; limits and runtime are those of the one that answers")
     limits: dict[str, int | float | None]
     runtime: dict[str, Runtime]
 

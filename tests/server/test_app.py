@@ -115,7 +115,7 @@ async def test_models_lists_what_requests_can_ask_for(tiny_bundle: Bundle, pair_
 async def test_info_tells_the_limits(tiny_bundle: Bundle) -> None:
     async with serving(tiny_bundle, max_inputs=5, max_tokens=40, max_wait_seconds=2.0, threads=1, runs=2) as served:
         info = (await served.client.get("/info")).json()
-        assert info["limits"]["max_inputs"] == 5
+        assert (info["processes"], info["limits"]["max_inputs"]) == (1, 5)
         assert (info["limits"]["max_tokens"], info["limits"]["max_wait_seconds"]) == (40, 2.0)
         assert info["runtime"]["tiny"] == {
             "precision": "fp32",

@@ -78,6 +78,7 @@ def _files(folder: Path, pattern: str) -> list[Path]:
 async def test_every_process_shows_what_all_of_them_did(tiny_bundle: Bundle) -> None:
     with process(tiny_bundle, metrics_port=0, **QUICK) as server:
         assert len(server.workers) == 2
+        assert (await ask(server, "GET", "/info")).json()["processes"] == 2
         await _answer(server, 40)
         assert (await ask(server, "GET", "/metrics")).status == 404
         await asyncio.to_thread(server.wait_for, "/metrics")
