@@ -32,16 +32,22 @@ class Departure:
     """The leaving of a request's client. ASGI tells it to whoever waits for a message; a task that waits, for each
     request, takes longer than reading its body."""
 
-    __slots__ = ("_call", "_happened")
+    __slots__ = ("_call", "_happened", "_watch")
 
-    def __init__(self) -> None:
+    def __init__(self, watch: Callable[[], None]) -> None:
+        """``watch`` is called once somebody wants to know: a large body is no longer read on when it is complete, and
+        then the end of its connection goes unnoticed."""
+        self._watch = watch
         self._happened = False
         self._call: Callable[[], None] | None = None
 
     def then(self, call: Callable[[], None] | None) -> None:
         """``call`` is called when it happens, at once if it has; nobody is where it is ``None``."""
         self._call = call
-        if self._happened and call is not None:
+        if call is None:
+            return
+        self._watch()
+        if self._happened:
             call()
 
     def happen(self) -> None:
@@ -161,7 +167,7 @@ class BoundedHttp(HttpToolsProtocol):
         self._begins_with_head = False
         self._start_timer(self._too_late)
         super().on_message_begin()
-        self.scope[DEPARTURE] = Departure()  # type: ignore[literal-required]
+        self.scope[DEPARTURE] = Departure(self.flow.resume_reading)  # type: ignore[literal-required]
 
     def on_headers_complete(self) -> None:
         super().on_headers_complete()
