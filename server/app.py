@@ -321,11 +321,7 @@ async def _metrics_served(metrics: Metrics, monitor: socket.socket | None) -> As
 async def _keep_fresh(metrics: Metrics) -> None:
     """What other processes show of this one is at most a second old."""
     while True:
-        try:
-            metrics.refresh()
-        except OSError as error:
-            # The folder is gone or full; it may come right again, and requests need it for nothing.
-            logger.error("what the processes know of each other is out of date: %s", error)
+        metrics.refresh()
         await asyncio.sleep(1.0)
 
 

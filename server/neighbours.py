@@ -5,13 +5,19 @@ Nobody waits for anybody here: each writes what is its own, and a process that h
 
 import fcntl
 import json
+import logging
 import mmap
 import os
 import shutil
+import struct
 import time
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
+
+from pydantic import TypeAdapter
+
+logger = logging.getLogger("offramp")
 
 PREFIX = "offramp-metrics-"
 """What the names of such folders begin with."""
@@ -21,6 +27,9 @@ _CONNECTIONS = "connections"
 _YOUNG_SECONDS = 60.0
 # Where a process serves nobody.
 _ABSENT = -1
+# The files that prometheus_client maps for a process, one for each type of metric and way to join it, and the KiB that
+# they get for each model: the shipped one needs 98 for histograms and 29 for counters.
+_MAPPED = {"counter": 64, "histogram": 128, "gauge_livesum": 32, "gauge_livemax": 32, "gauge_livemin": 32}
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,10 +42,21 @@ class Shared:
     folder: Path
     number: int
 
+    def reserve(self, models: int) -> None:
+        """Takes the room that the metrics of so many ``models`` need, before this process starts: where a disk is full
+        as it writes to a mapped page that has none, it is killed (SIGBUS). Raises ``OSError``."""
+        self.folder.mkdir(mode=0o700, exist_ok=True)
+        for name, kib in _MAPPED.items():
+            file = self.folder / f"{name}_{self.number}.db"
+            if not file.exists():
+                new = file.with_suffix(".new")
+                new.write_bytes(bytes(1024 * kib * (1 + models)))
+                new.replace(file)
+
     def leave(self) -> None:
         """Takes the files of this process away, and with the last one the folder: its parent, which does so else, has
         been killed."""
-        for file in [*self.folder.glob(f"*_{self.number}.db"), _checks_file(self.folder, self.number)]:
+        for file in self.folder.glob(f"*_{self.number}.*"):
             file.unlink(missing_ok=True)
         # Another that leaves at the same time may have done so already.
         with suppress(OSError):
@@ -51,17 +71,15 @@ class Connections:
 
     def __init__(self, folder: Path, count: int) -> None:
         """``count`` processes; whoever comes first makes the file, in which none serves."""
-        size = 8 * count
+        absent = struct.pack(f"{count}q", *[_ABSENT] * count)
         # Kept open, and locked by all: as long as one of them lives the folder is in use.
         self._file = open(os.open(folder / _CONNECTIONS, os.O_RDWR | os.O_CREAT, 0o600), "r+b")  # noqa: SIM115
         fcntl.flock(self._file, fcntl.LOCK_SH)
-        new = os.fstat(self._file.fileno()).st_size < size
-        if new:
-            self._file.truncate(size)
-        self._numbers = memoryview(mmap.mmap(self._file.fileno(), size)).cast("q")
-        if new:
-            for number in range(1, count + 1):
-                self.leave(number)
+        if os.fstat(self._file.fileno()).st_size < len(absent):
+            # Written, and not only mapped, so that a full disk is an error here and no SIGBUS later.
+            self._file.write(absent)
+            self._file.flush()
+        self._numbers = memoryview(mmap.mmap(self._file.fileno(), len(absent))).cast("q")
 
     def set(self, number: int, connections: int) -> None:
         """The process with this ``number`` has so many."""
@@ -111,18 +129,21 @@ class SharedChecks:
     def __init__(self, shared: Shared) -> None:
         self._folder = shared.folder
         self._file = _checks_file(shared.folder, shared.number)
-        self._left = _read(self._file)
+        self._left = _read(self._file) or {}
         self._own: dict[str, _Kept] = {}
         self._written = ""
-        self._others: list[dict[str, _Kept]] = []
+        self._failing = False
+        self._others: dict[Path, dict[str, _Kept]] = {}
 
     def begin(self, model: str, version: str) -> Counts:
         """Where this process counts from here on, for a version that begins to serve. It is empty, but for the first
         one of a process that took a dead one's place, which goes on with what that had counted of it."""
-        self._read_others()
+        # What goes wrong here is the next refresh's to say: the version serves.
+        with suppress(OSError):
+            self._read_others()
         # All are reloaded one after the other: whoever comes later joins those before. One whose reload was refused
         # stays behind, until the next.
-        load = max((one[model].load for one in self._others if model in one), default=0)
+        load = max((one[model].load for one in self._others.values() if model in one), default=0)
         left = self._left.pop(model, None)
         if model in self._own:
             load = max(load, self._own[model].load + 1)
@@ -130,21 +151,32 @@ class SharedChecks:
             load = max(load, left.load)
         new = _Kept(version, load, {})
         self._own[model] = left if left is not None and left.same(new) else new
-        # What goes wrong with it is the next refresh's to say: the version serves.
         with suppress(OSError):
             self._write()
         return self._own[model].counts
 
     def others(self, model: str, tier: float) -> tuple[int, int]:
         """What all other processes have counted of the version that this one serves, at the last :meth:`refresh`."""
-        found = [kept for one in self._others if (kept := one.get(model)) is not None and kept.same(self._own[model])]
+        found = [
+            kept
+            for one in self._others.values()
+            if (kept := one.get(model)) is not None and kept.same(self._own[model])
+        ]
         counts = [kept.counts[tier] for kept in found if tier in kept.counts]
         return sum(checks for checks, _ in counts), sum(disagreements for _, disagreements in counts)
 
     def refresh(self) -> None:
-        """Writes down what this process has counted, and reads what the others have."""
-        self._write()
-        self._read_others()
+        """Writes down what this process has counted, and reads what the others have. Where that fails (a full disk, no
+        file to spare) it is logged, and the next time may do better: requests do not depend on it."""
+        try:
+            self._write()
+            self._read_others()
+        except OSError as error:
+            if not self._failing:
+                logger.error("shadow checks are not counted with those of other processes: %s", error)
+            self._failing = True
+        else:
+            self._failing = False
 
     def _write(self) -> None:
         text = json.dumps(
@@ -159,16 +191,24 @@ class SharedChecks:
 
     def _read_others(self) -> None:
         files = set(self._folder.glob("checks_*.json")) - {self._file}
-        self._others = [_read(file) for file in files]
+        self._others = {file: _read(file) or self._others.get(file, {}) for file in files}
+
+
+_KEPT = TypeAdapter(dict[str, tuple[str, int, list[tuple[float, tuple[int, int]]]]])
 
 
 def _checks_file(folder: Path, number: int) -> Path:
     return folder / f"checks_{number}.json"
 
 
-def _read(file: Path) -> dict[str, _Kept]:
+def _read(file: Path) -> dict[str, _Kept] | None:
+    """What ``file`` says; ``None`` where it is not there, or says nothing that we would have written. Raises
+    ``OSError``."""
     try:
-        found = json.loads(file.read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        return {}
-    return {model: _Kept(version, load, dict(counts)) for model, (version, load, counts) in found.items()}
+        found = _KEPT.validate_json(file.read_bytes())
+    except (FileNotFoundError, ValueError):
+        return None
+    return {
+        model: _Kept(version, load, {tier: [*both] for tier, both in counts})
+        for model, (version, load, counts) in found.items()
+    }

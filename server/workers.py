@@ -151,9 +151,9 @@ class Workers:
         on_death: Callable[[int], None],
         grace_seconds: float,
     ) -> None:
-        """``spawn(number)`` starts a worker and gives our end of its pipe. ``on_loaded`` is called once all serve,
-        ``on_end`` when they are told to end, ``on_death(number)`` whenever one is gone. They should end within
-        ``grace_seconds``."""
+        """``spawn(number)`` starts a worker and gives our end of its pipe, or raises ``OSError``. ``on_loaded`` is
+        called once all serve, ``on_end`` when they are told to end, ``on_death(number)`` whenever one is gone. They
+        should end within ``grace_seconds``."""
         self._count = count
         self._spawn = spawn
         self._on_loaded, self._on_end, self._on_death = on_loaded, on_end, on_death
@@ -172,7 +172,12 @@ class Workers:
         for sig in (signal.SIGTERM, signal.SIGINT):
             loop.add_signal_handler(sig, self._end, signal.Signals(sig).name)
         loop.add_signal_handler(signal.SIGHUP, OnceMore(self._reload_all).ask)
-        workers = [self._start(number) for number in range(1, self._count + 1)]
+        try:
+            workers = [self._start(number) for number in range(1, self._count + 1)]
+        except OSError as error:
+            self._end(None)
+            await asyncio.gather(*(worker.ended.wait() for worker in self._workers.values()))
+            raise StartError(f"no server process can be started: {error}") from None
         loaded = await asyncio.gather(*(worker.loaded for worker in workers))
         failed = None if self._ending.is_set() else next((one for one in workers if one.problem), None)
         if failed is None and all(loaded):
@@ -250,14 +255,18 @@ class Workers:
                 self._gave_up = True
                 self._end(None)
                 return
-            pause = FIRST_PAUSE if worker.age > YOUNG else min(2 * pause, LONGEST_PAUSE)
+            pause = FIRST_PAUSE if worker.age > YOUNG and not worker.problem else min(2 * pause, LONGEST_PAUSE)
             why = f": {worker.problem}" if worker.problem else f" {worker.end}"
             logger.error("worker %d%s; another starts in %g s", worker.number, why, pause)
             with suppress(TimeoutError):
                 await asyncio.wait_for(self._ending.wait(), pause)
             if self._ending.is_set():
                 return
-            worker = self._start(worker.number)
+            try:
+                worker = self._start(worker.number)
+            except OSError as error:
+                # No file, no process or no room on the disk to spare: others may still leave theirs.
+                worker.problem = f"cannot be started: {error}"
 
     def _end(self, asked_by: str | None) -> None:
         """Ends all workers: after a drain, or at once where they have been told before."""

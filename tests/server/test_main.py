@@ -4,6 +4,7 @@ import errno
 import math
 import tempfile
 from importlib import metadata
+from pathlib import Path
 
 import pytest
 
@@ -75,10 +76,27 @@ def test_where_nothing_can_be_written_one_process_serves_unless_several_were_ask
         raise OSError(errno.EROFS, "Read-only file system")
 
     monkeypatch.setattr(tempfile, "TemporaryDirectory", nowhere)
-    assert server.main._folder(load_settings()) is None
+    assert server.main._folder(load_settings(), 2, 1) is None
     assert "Read-only file system (TMPDIR names another place); one process serves" in caplog.text
     with pytest.raises(StartError, match="no temporary folder for the metrics of several processes"):
-        server.main._folder(load_settings(workers=2))
+        server.main._folder(load_settings(workers=2), 2, 1)
+
+
+def test_a_folder_without_room_for_what_processes_share_is_none(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Found out before they start: a mapped file that the disk has no room for kills whoever writes to it."""
+
+    def full(self: Path, data: bytes) -> int:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    monkeypatch.setattr(Path, "write_bytes", full)
+    assert server.main._folder(load_settings(), 2, 1) is None
+    assert "No space left on device (TMPDIR names another place); one process serves" in caplog.text
+    with pytest.raises(StartError, match="No space left on device"):
+        server.main._folder(load_settings(workers=2), 2, 1)
+    assert not list(tmp_path.iterdir())
 
 
 async def test_the_default_serves_with_as_many_as_suit(tiny_bundle: Bundle) -> None:

@@ -1,6 +1,7 @@
 """Shadow checks of several processes count as one server's."""
 
 import os
+import shutil
 from pathlib import Path
 
 import pytest
@@ -117,6 +118,54 @@ def test_a_successor_joins_those_who_were_reloaded_before_it_came(tmp_path: Path
     stays.refresh()
     successor.refresh()
     assert of_successor.evidence(0.9) == pytest.approx(evidence(1, 1, 1 - 0.9))
+
+
+def test_a_file_that_says_nothing_sensible_is_passed_over(tmp_path: Path) -> None:
+    checks = SharedChecks(Shared(tmp_path, 1))
+    promises = joined(checks)
+    promises.record(0.9, agrees=False)
+    for number, content in enumerate((b"", b"\xff", b"[1]", b'{"tiny": 1}', b'{"tiny": ["1", 0, [["x", [1, 2]]]]}'), 2):
+        (tmp_path / f"checks_{number}.json").write_bytes(content)
+        assert joined(SharedChecks(Shared(tmp_path, number))).evidence(0.9) == 1.0
+    checks.refresh()
+    assert promises.evidence(0.9) == pytest.approx(evidence(1, 1, 1 - 0.9))
+
+
+def test_checks_that_cannot_be_written_are_written_once_they_can(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    folder = tmp_path / "shared"
+    folder.mkdir()
+    checks, others = (SharedChecks(Shared(folder, number)) for number in (1, 2))
+    of_others = joined(others)
+    joined(checks).record(0.9, agrees=False)
+    shutil.rmtree(folder)
+    checks.refresh()
+    checks.refresh()
+    assert caplog.text.count("shadow checks are not counted with those of other processes") == 1
+    folder.mkdir()
+    checks.refresh()
+    others.refresh()
+    assert of_others.evidence(0.9) == pytest.approx(evidence(1, 1, 1 - 0.9))
+
+
+def test_what_processes_map_has_its_room_from_the_start(tmp_path: Path) -> None:
+    folder = tmp_path / "taken away"
+    shared = Shared(folder, 1)
+    shared.reserve(models=1)
+    for file in (one := list(folder.iterdir())):
+        assert 512 * file.stat().st_blocks >= file.stat().st_size >= 64 * 1024
+    assert len(one) == 5
+    # Where its predecessor's counters go on.
+    counters = folder / "counter_1.db"
+    counters.write_bytes(b"counted")
+    (folder / "gauge_livesum_1.db").unlink()
+    shared.reserve(models=1)
+    assert counters.read_bytes() == b"counted"
+    assert len(list(folder.iterdir())) == 5
+    shared.leave()
+    assert not folder.exists()
+    shared.leave()
 
 
 def test_only_folders_that_nobody_uses_are_swept_away(tmp_path: Path) -> None:

@@ -1,8 +1,10 @@
 """Several server processes behind one port: they look like one, outlive each other, and end together."""
 
 import asyncio
+import errno
 import os
 import re
+import resource
 import signal
 from pathlib import Path
 from types import SimpleNamespace
@@ -12,6 +14,7 @@ import pytest
 
 from models.bundle import Bundle
 from server.catalog import Reloaded, ReloadError
+from server.config import StartError
 from server.workers import Workers
 from tests.server.conftest import eventually
 from tests.server.process import Process, Reply, ask, classify, ended, lives, metric, process, raw_request, start, until
@@ -189,6 +192,32 @@ async def test_a_process_that_cannot_be_replaced_is_tried_again_and_the_last_end
             os.kill(pid, signal.SIGKILL)
         assert server.status() == 1
         assert "cannot start, and no other serves" in server.log
+
+
+async def test_where_no_process_can_be_started_the_server_says_so() -> None:
+    def exhausted(number: int) -> Any:
+        raise BlockingIOError(errno.EAGAIN, "Resource temporarily unavailable")
+
+    def nothing(*_: Any) -> Any: ...
+
+    workers = Workers(2, exhausted, on_loaded=nothing, on_end=nothing, on_death=nothing, grace_seconds=0.0)
+    with pytest.raises(StartError, match=r"no server process can be started: .*temporarily unavailable"):
+        await workers.run()
+
+
+async def test_a_process_whose_successor_cannot_be_started_is_tried_again(tiny_bundle: Bundle) -> None:
+    with process(tiny_bundle, **QUICK) as server:
+        limits = resource.prlimit(server.pid, resource.RLIMIT_NOFILE)
+        open_files = len(_files(Path(f"/proc/{server.pid}/fd"), "*"))
+        resource.prlimit(server.pid, resource.RLIMIT_NOFILE, (open_files - 1, limits[1]))
+        os.kill(server.workers[0], signal.SIGKILL)
+        await asyncio.to_thread(server.wait_for, "cannot be started: [Errno 24] Too many open files; another starts")
+        assert (await classify(server, "a good film")).status == 200
+        resource.prlimit(server.pid, resource.RLIMIT_NOFILE, limits)
+        await _replaced(server)
+        server.terminate()
+        assert server.status() == 0
+        assert "Traceback" not in server.log
 
 
 async def test_processes_that_loaded_different_versions_are_no_success() -> None:
