@@ -110,7 +110,7 @@ def _allow_many_connections() -> None:
 
 
 def _folder(settings: Settings, processes: int, models: int) -> "tempfile.TemporaryDirectory[str] | None":
-    """What ``processes`` share their metrics of ``models`` in: mapped files of a few hundred KB each. ``None`` where
+    """What ``processes`` share their metrics of ``models`` in: mapped files of a few hundred KB. ``None`` where
     there can be none and nobody asked for several. Raises :class:`StartError`."""
     folder: tempfile.TemporaryDirectory[str] | None = None
     try:
