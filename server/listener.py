@@ -90,8 +90,7 @@ class Listener:
         self._loop.add_reader(self._listening.fileno(), self._on_connection)
 
     def _rest(self, seconds: float, then: Callable[[], None]) -> None:
-        if self._pause is None:
-            self._loop.remove_reader(self._listening.fileno())
+        self._loop.remove_reader(self._listening.fileno())
         self._pause = self._loop.call_later(seconds, then)
 
     def _on_connection(self) -> None:
@@ -99,17 +98,18 @@ class Listener:
             self._yielded += 1
             self._rest(YIELD_SECONDS, self._after_others)
         else:
+            # One at a time, so that others have theirs; those who were left the chance do not want it.
+            self._take_some(1 if self._balance is not None and self._yielded < YIELDS else MOST_AT_ONCE)
             self._yielded = 0
-            self._take_some()
 
     def _after_others(self) -> None:
         if not self._waiting.poll(0):
             self._yielded = 0
         self._watch()
 
-    def _take_some(self) -> None:
+    def _take_some(self, most: int) -> None:
         try:
-            for _ in range(MOST_AT_ONCE if self._balance is None else 1):
+            for _ in range(most):
                 if not self._take():
                     return
         except OSError as error:
