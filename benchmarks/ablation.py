@@ -107,13 +107,13 @@ def table(rows: Sequence[Row]) -> str:
 
 
 def _compared(ours: Mapping[int, float], theirs: Mapping[int, float]) -> list[str]:
-    """The mean over seeds, the mean difference of pairs with its deviation, and its p-value."""
+    """The mean over seeds, the mean difference of pairs with its deviation, and of three pairs or more its p-value."""
     mean = f"{100 * np.mean(list(ours.values())):.2f}"
     apart = 100 * np.array([score - theirs[seed] for seed, score in ours.items() if seed in theirs])
     if len(apart) < 2 or not apart.any():
         return [mean, "", ""]
-    p = stats.ttest_1samp(apart, 0.0).pvalue
-    return [mean, f"{apart.mean():+.2f} ± {apart.std(ddof=1):.2f}", f"{p:.2f}"]
+    p = f"{stats.ttest_1samp(apart, 0.0).pvalue:.3f}" if len(apart) > 2 else ""
+    return [mean, f"{apart.mean():+.2f} ± {apart.std(ddof=1):.2f}", p]
 
 
 def write_csv(path: Path, rows: Sequence[Row]) -> None:

@@ -11,6 +11,7 @@ OTHER = "acl-cl, λ 0.5"
 ROWS = [
     Row(REFERENCE, 0, 872, (0.70, 0.80, 0.85), math.nan),
     Row(REFERENCE, 1, 872, (0.72, 0.82, 0.84), math.nan),
+    Row(REFERENCE, 2, 872, (0.71, 0.81, 0.83), math.nan),
     Row(OTHER, 0, 872, (0.71, 0.81, 0.86), 0.02),
     Row(OTHER, 1, 872, (0.74, 0.84, 0.84), 0.04),
     Row(OTHER, 2, 872, (0.74, 0.84, 0.84), 0.06),
@@ -23,9 +24,15 @@ def _cells(text: str, name: str) -> list[str]:
 
 
 def test_differences_are_of_the_seeds_that_both_have() -> None:
-    # +1 and +2 points before the last exit, +1 and 0 at it: t = 3 and 1 with one degree of freedom.
-    assert _cells(table(ROWS), OTHER) == ["3", "78.00", "+1.50 ± 0.71", "0.20", "84.67", "+0.50 ± 0.71", "0.50", "4.0"]
-    assert _cells(table(ROWS), REFERENCE) == ["2", "76.00", "", "", "84.50", "", "", ""]
+    # +1, +2 and +3 points before the last exit, +1, 0 and +1 at it: t = 3.46 and 2 with two degrees of freedom.
+    shallow, last = ["78.00", "+2.00 ± 1.00", "0.074"], ["84.67", "+0.67 ± 0.58", "0.184"]
+    assert _cells(table(ROWS), OTHER) == ["3", *shallow, *last, "4.0"]
+    assert _cells(table(ROWS), REFERENCE) == ["3", "76.00", "", "", "84.00", "", "", ""]
+
+
+def test_of_two_seeds_there_is_no_p_value() -> None:
+    rows = [row for row in ROWS if row.seed < 2]
+    assert _cells(table(rows), OTHER) == ["2", "77.50", "+1.50 ± 0.71", "", "85.00", "+0.50 ± 0.71", "", "3.0"]
 
 
 def test_the_csv_holds_all_that_the_table_says(tmp_path: Path) -> None:
