@@ -41,16 +41,15 @@ def run(settings: Settings) -> int:
     try:
         bundles = load_bundles(settings)
         processes = settings.workers or suitable_processes(settings, bundles)
-        folder = None if processes == 1 else _folder(settings, processes, len(bundles))
+        folder = None if processes == 1 else _folder(settings, processes)
         listening = _listen(settings.host, settings.port)
         monitor = None if settings.metrics_port is None else _listen(settings.host, settings.metrics_port)
         if folder is not None:
             # Their tokenizers are for those who serve.
-            models = len(bundles)
             bundles.clear()
             with folder:
                 settings = settings.model_copy(update={"workers": processes})
-                return asyncio.run(_keep_workers(settings, Path(folder.name), models, listening, monitor))
+                return asyncio.run(_keep_workers(settings, Path(folder.name), listening, monitor))
         from server.app import serve_alone
 
         return serve_alone(settings, bundles, listening, monitor)
@@ -109,15 +108,15 @@ def _allow_many_connections() -> None:
         resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
 
 
-def _folder(settings: Settings, processes: int, models: int) -> "tempfile.TemporaryDirectory[str] | None":
-    """What ``processes`` share their metrics of ``models`` in: mapped files of a few hundred KB. ``None`` where
-    there can be none and nobody asked for several. Raises :class:`StartError`."""
+def _folder(settings: Settings, processes: int) -> "tempfile.TemporaryDirectory[str] | None":
+    """What ``processes`` share their metrics in: mapped files of a few hundred KB. ``None`` where there can be none
+    and nobody asked for several. Raises :class:`StartError`."""
     folder: tempfile.TemporaryDirectory[str] | None = None
     try:
         folder = tempfile.TemporaryDirectory(prefix=PREFIX)
         Connections(Path(folder.name), processes)
         for number in range(1, processes + 1):
-            Shared(Path(folder.name), number).reserve(models)
+            Shared(Path(folder.name), number).reserve(len(settings.bundle_paths))
     except OSError as error:
         if folder is not None:
             folder.cleanup()
@@ -131,9 +130,9 @@ def _folder(settings: Settings, processes: int, models: int) -> "tempfile.Tempor
 
 
 async def _keep_workers(
-    settings: Settings, folder: Path, models: int, listening: socket.socket, monitor: socket.socket | None
+    settings: Settings, folder: Path, listening: socket.socket, monitor: socket.socket | None
 ) -> int:
-    """Serves ``models`` with several processes that share their sockets and ``folder``. Raises :class:`StartError`."""
+    """Serves with several processes that share their sockets and ``folder``. Raises :class:`StartError`."""
     count = settings.workers or 1
     context = multiprocessing.get_context("spawn")
     connections = Connections(folder, count)
@@ -141,7 +140,7 @@ async def _keep_workers(
     def spawn(number: int) -> tuple[SpawnProcess, "Connection[object, object]"]:
         shared = Shared(folder, number)
         # Of a dead one's files some are gone.
-        shared.reserve(models)
+        shared.reserve(len(settings.bundle_paths))
         ours, theirs = context.Pipe()
         process = context.Process(
             target=work, args=(settings, listening, monitor, shared, theirs), name=f"worker-{number}"

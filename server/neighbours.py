@@ -49,9 +49,7 @@ class Shared:
         for name, kib in _MAPPED.items():
             file = self.folder / f"{name}_{self.number}.db"
             if not file.exists():
-                new = file.with_suffix(".new")
-                new.write_bytes(bytes(1024 * kib * (1 + models)))
-                new.replace(file)
+                _replace(file, bytes(1024 * kib * (1 + models)))
 
     def leave(self) -> None:
         """Takes the files of this process away, and with the last one the folder: its parent, which does so else, has
@@ -183,10 +181,7 @@ class SharedChecks:
             {model: [kept.version, kept.load, list(kept.counts.items())] for model, kept in self._own.items()}
         )
         if text != self._written:
-            new = self._file.with_suffix(".new")
-            new.write_text(text, encoding="utf-8")
-            # At once: the others may be reading.
-            new.replace(self._file)
+            _replace(self._file, text.encode())
             self._written = text
 
     def _read_others(self) -> None:
@@ -195,6 +190,13 @@ class SharedChecks:
 
 
 _KEPT = TypeAdapter(dict[str, tuple[str, int, list[tuple[float, tuple[int, int]]]]])
+
+
+def _replace(file: Path, content: bytes) -> None:
+    """Writes all of ``file`` at once: others may be reading it, and a disk that is full leaves what was there."""
+    new = file.with_suffix(".new")
+    new.write_bytes(content)
+    new.replace(file)
 
 
 def _checks_file(folder: Path, number: int) -> Path:

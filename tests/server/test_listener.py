@@ -83,6 +83,25 @@ async def processes(folder: Path, count: int, absent: int = 0) -> AsyncIterator[
         await started.close()
 
 
+@asynccontextmanager
+async def clients_of(listening: socket.socket, count: int) -> AsyncIterator[list[asyncio.Transport]]:
+    """So many clients of a listener of ``listening``; gives the connections that it has taken so far."""
+    made: list[asyncio.Transport] = []
+    with listening:
+        listening.bind(("127.0.0.1", 0))
+        listening.listen()
+        listener = Listener(listening, lambda: Counting(made, None))
+        writers = [(await asyncio.open_connection(*listening.getsockname()))[1] for _ in range(count)]
+        try:
+            yield made
+        finally:
+            for writer in writers:
+                writer.close()
+            await listener.close()
+            for transport in made:
+                transport.close()
+
+
 async def test_connections_are_spread_evenly(tmp_path: Path) -> None:
     async with processes(tmp_path, 3) as server:
         for count in range(1, 13):
@@ -165,17 +184,9 @@ async def test_without_files_to_spare_clients_wait_until_there_are(
                 raise OSError(errno.EMFILE, "Too many open files")
             return super().accept()
 
-    with Exhausted() as listening:
-        listening.bind(("127.0.0.1", 0))
-        listening.listen()
-        made: list[asyncio.Transport] = []
-        listener = Listener(listening, lambda: Counting(made, None))
-        _, writer = await asyncio.open_connection(*listening.getsockname())
+    async with clients_of(Exhausted(), 1) as made:
         await eventually(lambda: len(made) == 1)
         assert caplog.text.count("no connection can be taken for 0.05 s: Too many open files") == 2
-        writer.close()
-        await listener.close()
-        made[0].close()
 
 
 async def test_a_client_that_left_before_its_turn_costs_the_others_nothing() -> None:
@@ -189,15 +200,5 @@ async def test_a_client_that_left_before_its_turn_costs_the_others_nothing() -> 
                 raise ConnectionAbortedError
             return super().accept()
 
-    with Leaving() as listening:
-        listening.bind(("127.0.0.1", 0))
-        listening.listen()
-        made: list[asyncio.Transport] = []
-        listener = Listener(listening, lambda: Counting(made, None))
-        writers = [(await asyncio.open_connection(*listening.getsockname()))[1] for _ in range(3)]
+    async with clients_of(Leaving(), 3) as made:
         await eventually(lambda: len(made) == 2)
-        for writer in writers:
-            writer.close()
-        await listener.close()
-        for transport in made:
-            transport.close()

@@ -76,10 +76,10 @@ def test_where_nothing_can_be_written_one_process_serves_unless_several_were_ask
         raise OSError(errno.EROFS, "Read-only file system")
 
     monkeypatch.setattr(tempfile, "TemporaryDirectory", nowhere)
-    assert server.main._folder(load_settings(), 2, 1) is None
+    assert server.main._folder(load_settings(), 2) is None
     assert "Read-only file system (TMPDIR names another place); one process serves" in caplog.text
     with pytest.raises(StartError, match="no temporary folder for the metrics of several processes"):
-        server.main._folder(load_settings(workers=2), 2, 1)
+        server.main._folder(load_settings(workers=2), 2)
 
 
 def test_a_folder_without_room_for_what_processes_share_is_none(
@@ -92,10 +92,10 @@ def test_a_folder_without_room_for_what_processes_share_is_none(
 
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     monkeypatch.setattr(Path, "write_bytes", full)
-    assert server.main._folder(load_settings(), 2, 1) is None
+    assert server.main._folder(load_settings(), 2) is None
     assert "No space left on device (TMPDIR names another place); one process serves" in caplog.text
     with pytest.raises(StartError, match="No space left on device"):
-        server.main._folder(load_settings(workers=2), 2, 1)
+        server.main._folder(load_settings(workers=2), 2)
     assert not list(tmp_path.iterdir())
 
 
